@@ -1,0 +1,292 @@
+"""The run's configuration: one frozen dataclass a section, checked when it is built; YAML in and out.
+
+Imports the standard library only (PyYAML where a file is read or written), so that the command line starts at once.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vitlab.errors import InputError
+
+ResizeMode = Literal["crop", "squash", "pad"]
+Interpolation = Literal["bilinear", "bicubic"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InputError(message)
+
+
+def _require_fractions(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(0.0 <= value <= 1.0, f"{section}.{name} is {value}: give a number from 0 to 1")
+
+
+def _require_positive(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(
+            value is None or (math.isfinite(value) and value > 0), f"{section}.{name} is {value}: give more than 0"
+        )
+
+
+def _require_not_negative(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or (math.isfinite(value) and value >= 0), f"{section}.{name} is {value}: give 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which network is trained."""
+
+    name: str = "vit_tiny"
+    """A name that `vitlab models` lists."""
+    image_size: int | tuple[int, int] | None = None
+    """Side of the square input in pixels, or (height, width); default: the network's native size."""
+    num_classes: int | None = None
+    """Number of classes; default: as many as the training folder holds, and another number is an error."""
+    weights: str | None = None
+    """Model file, run folder or foreign checkpoint to start from; default: fresh weights."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of the architecture's config, such as `depth: 6`; on the line `--model.overrides.depth 6`."""
+
+    def __post_init__(self) -> None:
+        sides = self.image_size if isinstance(self.image_size, tuple) else (self.image_size,)
+        _require(
+            all(side is None or side > 0 for side in sides),
+            f"model.image_size is {self.image_size}: give a side or [height, width] of more than 0 pixels",
+        )
+        _require_positive("model", self, "num_classes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the images are, and how they become tensors."""
+
+    root: str = "digits"
+    """Folder of images, folder of CIFAR batches, or the built-in `digits`."""
+    val_fraction: float = 0.1
+    """Share of the training images, stratified and seeded, that validates where there is no validation split."""
+    channels: Literal[1, 3] = 3
+    """3 for RGB, 1 for greyscale."""
+    workers: int | None = None
+    """Loader processes; default: one less than the cores, at most 8. The result does not depend on it."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """At an unreadable image: `stop` ends the run and names it, `skip` counts it, lists it and goes on without it."""
+    resize_mode: ResizeMode = "crop"
+    """Evaluation: `crop` the centre, `squash` to the size, or `pad` to the aspect ratio with the mean colour."""
+    crop_fraction: float = 0.9
+    """Evaluation with `crop`: side of the crop over the shorter side of the resized image."""
+    interpolation: Interpolation = "bicubic"
+    """Resampling filter of evaluation and training."""
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    """Mean of each channel in [0, 1] that is subtracted; default: ImageNet's."""
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    """Standard deviation of each channel that is divided by; default: ImageNet's."""
+    allow_empty_classes: bool = False
+    """Keep a class folder without images as a class instead of stopping."""
+    download: bool = False
+    """Fetch `cifar10` or `cifar100` into data.root with torchvision where it is not there yet; never without asking."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0.0 < self.val_fraction < 1.0, f"data.val_fraction is {self.val_fraction}: give a number between 0 and 1"
+        )
+        _require(
+            0.0 < self.crop_fraction <= 1.0, f"data.crop_fraction is {self.crop_fraction}: give more than 0, at most 1"
+        )
+        _require_not_negative("data", self, "workers")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            _require(
+                len(values) == self.channels,
+                f"data.{name} has {len(values)} values for data.channels {self.channels}: give one a channel",
+            )
+        _require(all(value > 0 for value in self.std), f"data.std is {self.std}: give numbers above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """Random changes to training images; evaluation sees none of them."""
+
+    crop: Literal["auto", "resized", "padded", "none"] = "auto"
+    """Random resized crop, or a crop out of a reflected border; `auto`: padded up to 64 pixels, resized above."""
+    crop_min_scale: float = 0.25
+    """Resized crop: the smallest share of the image's area."""
+    crop_padding: int = 4
+    """Padded crop: width of the border in pixels."""
+    hflip: float = 0.5
+    """Probability of a left-right flip."""
+    color_jitter: float = 0.0
+    """Strength of random brightness, contrast and saturation, from 0 to 1."""
+    erasing: float = 0.0
+    """Probability of filling a random rectangle with noise."""
+    mixup: float = 0.0
+    """Beta parameter of mixup; 0 leaves it out."""
+    cutmix: float = 0.0
+    """Beta parameter of cutmix; 0 leaves it out. With both, each batch takes one of them at even odds."""
+
+    def __post_init__(self) -> None:
+        _require_fractions("augment", self, "hflip", "color_jitter", "erasing")
+        _require(
+            0.0 < self.crop_min_scale <= 1.0,
+            f"augment.crop_min_scale is {self.crop_min_scale}: give more than 0, at most 1",
+        )
+        _require_not_negative("augment", self, "crop_padding", "mixup", "cutmix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What is minimised."""
+
+    name: Literal["classification"] = "classification"
+    """`classification`: cross-entropy of the class logits."""
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over all classes."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0.0 <= self.label_smoothing < 1.0, f"objective.label_smoothing is {self.label_smoothing}: give 0 to below 1"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and learning rate."""
+
+    name: str = "adamw"
+    """An optimizer of timm.optim: adamw, sgd, lamb, lion, ..."""
+    lr: float = 5e-4
+    """Highest learning rate."""
+    weight_decay: float = 0.05
+    """Decay of matrices and convolutions; biases, norms, tokens and position tables do not decay."""
+    betas: tuple[float, float] | None = None
+    """Adam's running averages; default: the optimizer's own."""
+    momentum: float = 0.9
+    """Momentum of SGD and its kin."""
+    layer_decay: float | None = None
+    """Factor of the learning rate from each block down to the one below; default: the same rate everywhere."""
+    warmup_steps: int | None = None
+    """Optimizer steps of linear warm-up; default: a twentieth of the run."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Course of the learning rate after warm-up."""
+    min_lr: float = 0.0
+    """Learning rate of the last step under `cosine`."""
+    clip_grad: float | None = None
+    """Largest norm of the whole gradient; default: no clipping."""
+
+    def __post_init__(self) -> None:
+        _require_positive("optim", self, "lr", "clip_grad")
+        _require_not_negative("optim", self, "weight_decay", "warmup_steps", "min_lr")
+        _require(self.min_lr <= self.lr, f"optim.min_lr {self.min_lr} is above optim.lr {self.lr}: give less")
+        _require(
+            self.layer_decay is None or 0 < self.layer_decay <= 1,
+            f"optim.layer_decay is {self.layer_decay}: give more than 0, at most 1",
+        )
+        _require_fractions("optim", self, "momentum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The course of the run."""
+
+    run_dir: str | None = None
+    """Folder that the run writes; default: runs/NAME-DATA, numbered if taken. An existing run is never overwritten."""
+    epochs: int = 20
+    """Passes over the training images."""
+    steps: int | None = None
+    """Optimizer steps, in place of epochs."""
+    batch_size: int = 64
+    """Images in a micro-batch."""
+    accumulate: int = 1
+    """Micro-batches to an optimizer step."""
+    seed: int = 0
+    """Seed of weights, order, augmentation and dropout."""
+    device: str = "auto"
+    """`auto` (a GPU where there is one), cpu, cuda or cuda:N, mps."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Precision of training; `auto` takes bf16 where the device computes in it. Scores are computed in fp32."""
+    grad_checkpointing: bool = False
+    """Recompute blocks in the backward pass: less memory, more time."""
+    evaluate_every_epochs: int = 1
+    """Epochs between evaluations on the validation split; the last epoch is always evaluated."""
+    checkpoint_every_steps: int | None = None
+    """Optimizer steps between resume states; default: at the end of each epoch only."""
+    resume: str = "auto"
+    """`auto` goes on where run_dir holds a state, `never` starts anew, or the PATH of a state."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "train",
+            self,
+            "epochs",
+            "steps",
+            "batch_size",
+            "accumulate",
+            "evaluate_every_epochs",
+            "checkpoint_every_steps",
+        )
+        _require_not_negative("train", self, "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """What is shown and logged."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into RUN/tensorboard."""
+    log_every_steps: int = 10
+    """Optimizer steps between points of the training curves."""
+
+    def __post_init__(self) -> None:
+        _require_positive("monitor", self, "log_every_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All that a run depends on."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give nested plain dictionaries and lists, as YAML and JSON hold them."""
+        return _plain(dataclasses.asdict(self))
+
+    def to_yaml(self) -> str:
+        """Give the configuration as YAML without `run_dir` and `resume`: where a run lies does not change it."""
+        import yaml
+
+        sections = self.to_dict()
+        del sections["train"]["run_dir"], sections["train"]["resume"]
+        return str(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def shipped_config(name: str) -> Path:
+    """Find a configuration that comes with vitlab, such as `digits/vit.yaml`.
+
+    It lies in `vitlab/configs` of an installed wheel and in `configs` beside the package in a checkout.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "configs", package.parent / "configs"):
+        if (folder / name).is_file():
+            return folder / name
+    raise InputError(f"no shipped configuration {name}: reinstall vitlab, or give --config a file")

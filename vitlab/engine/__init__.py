@@ -1,0 +1,1 @@
+"""Training and evaluation of any network by one loop."""

@@ -1,0 +1,1 @@
+"""The networks, the catalog of their names, their weights and their files."""
