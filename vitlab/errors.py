@@ -1,4 +1,7 @@
-"""The two kinds of failure that a command reports in one line instead of a traceback."""
+"""The kinds of ending that a command reports in one line instead of a traceback."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class InputError(ValueError):
@@ -7,3 +10,15 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """The work failed on its way (disk full, non-finite loss); the message says what, and what is safe. Exit code 1."""
+
+
+class Interrupted(RuntimeError):  # noqa: N818 - an ending, not an error
+    """A signal ended the run after its state was saved. Exit code 130."""
+
+
+def unknown_name(what: str, given: str, valid: Iterable[str]) -> InputError:
+    """Make the error for a name that is none of the valid ones: it lists them and the nearest match."""
+    names = list(valid)
+    nearest = difflib.get_close_matches(given, names, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return InputError(f"{what} {given} is unknown: {hint}Valid: {', '.join(names)}")

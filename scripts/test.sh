@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Checks everything: format, lint, types and tests. Further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh
+make_environment dev,parquet
+
+ruff format --check .
+ruff check .
+mypy
+python -m pytest "$@"

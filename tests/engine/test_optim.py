@@ -1,0 +1,96 @@
+"""Learning rates and parameter groups."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from vitlab.config import OptimConfig
+from vitlab.engine.optim import build_optimizer, build_schedule, lr_at, parameter_groups, set_lr
+from vitlab.errors import InputError
+from vitlab.models.catalog import create_model
+
+
+def network(**overrides):
+    settings = {"patch_size": 4, "embed_dim": 24, "depth": 12, "num_heads": 3} | overrides
+    return create_model("vit_tiny", num_classes=5, image_size=(8, 12), **settings)
+
+
+def test_lr_at_warms_up_peaks_and_reaches_the_minimum():
+    rates = [lr_at(step, total_steps=10, lr=1.0, warmup_steps=3, min_lr=0.1) for step in range(10)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[9] == pytest.approx(0.1)
+    assert all(earlier > later for earlier, later in itertools.pairwise(rates[2:]))
+    assert rates[4] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 2 / 7)) / 2)
+
+
+def test_lr_at_without_warmup_begins_at_the_peak():
+    assert lr_at(0, total_steps=5, lr=2.0) == 2.0
+    assert lr_at(4, total_steps=5, lr=2.0) == pytest.approx(0.0)
+    assert lr_at(0, total_steps=1, lr=2.0) == 2.0
+
+
+def test_lr_at_constant_stays_after_warmup():
+    rates = [lr_at(step, total_steps=6, lr=3.0, warmup_steps=2, schedule="constant") for step in range(6)]
+    assert rates == [1.5, 3.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_schedule_warms_up_for_a_twentieth_by_default():
+    schedule = build_schedule(OptimConfig(lr=1.0), 100)
+    assert [schedule(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert schedule(5) < 1.0
+
+
+def test_schedule_refuses_a_warmup_as_long_as_the_run():
+    with pytest.raises(InputError, match=r"optim.warmup_steps 10 leaves nothing of the run's 10 steps"):
+        build_schedule(OptimConfig(warmup_steps=10), 10)
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.75])
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_groups_hold_every_parameter_once_and_decay_only_matrices(layer_decay, pool):
+    model = network(pool=pool)
+    groups = parameter_groups(model, weight_decay=0.05, layer_decay=layer_decay)
+    members = [parameter for group in groups for parameter in group["params"]]
+    assert len(members) == len({id(parameter) for parameter in members})
+    assert {id(parameter) for parameter in members} == {id(parameter) for parameter in model.parameters()}
+    decayed = {id(p) for group in groups if group["weight_decay"] > 0 for p in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
+    matrices = {"patch_embed.proj.weight", "head.weight"}
+    for block in range(12):
+        matrices |= {f"blocks.{block}.{part}.weight" for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert names == matrices
+
+
+def test_layer_decay_gives_the_published_scales():
+    model = network()
+    optimizer = build_optimizer(OptimConfig(layer_decay=0.75), model)
+    set_lr(optimizer, 2.0)
+    rates = {id(p): group["lr"] / 2.0 for group in optimizer.param_groups for p in group["params"]}
+    named = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
+    assert named["pos_embed"] == pytest.approx(0.023757, abs=1e-6)
+    assert named["cls_token"] == pytest.approx(0.023757, abs=1e-6)
+    assert named["patch_embed.proj.weight"] == pytest.approx(0.023757, abs=1e-6)
+    assert named["blocks.0.attn.qkv.weight"] == pytest.approx(0.031676, abs=1e-6)
+    assert named["blocks.11.mlp.fc2.bias"] == pytest.approx(0.75)
+    assert named["norm.weight"] == pytest.approx(1.0)
+    assert named["head.weight"] == pytest.approx(1.0)
+
+
+def test_optimizer_takes_the_configured_settings():
+    adamw = build_optimizer(OptimConfig(name="adamw", betas=(0.8, 0.95)), network())
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert adamw.param_groups[0]["betas"] == (0.8, 0.95)
+    sgd = build_optimizer(OptimConfig(name="sgd", momentum=0.7, weight_decay=0.0), network())
+    assert {group["momentum"] for group in sgd.param_groups} == {0.7}
+
+
+def test_optimizer_names_the_nearest_for_an_unknown_one():
+    with pytest.raises(InputError, match=r"optim.name adamww is unknown: did you mean adamw"):
+        build_optimizer(OptimConfig(name="adamww"), network())
+
+
+def test_optimizer_reports_settings_that_it_does_not_take():
+    with pytest.raises(InputError, match=r"optim.name sgd does not take these settings"):
+        build_optimizer(OptimConfig(name="sgd", betas=(0.9, 0.99)), network())

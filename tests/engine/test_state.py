@@ -1,0 +1,71 @@
+"""Resume states: complete or not there, and damage is noticed."""
+
+import json
+
+import pytest
+import torch
+
+from vitlab.engine.state import drop_old_states, list_states, load_state, save_state
+from vitlab.errors import InputError
+
+TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "optimizer.0.step": torch.tensor(3.0)}
+
+
+def test_state_comes_back_as_it_was(tmp_path):
+    path = save_state(tmp_path / "resume", 7, TENSORS, {"progress": {"step": 7}})
+    assert path == tmp_path / "resume" / "step-7"
+    tensors, record = load_state(path)
+    assert record["progress"] == {"step": 7}
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    assert [child.name for child in (tmp_path / "resume").iterdir()] == ["step-7"]
+
+
+def test_state_replaces_one_of_the_same_step(tmp_path):
+    save_state(tmp_path, 7, TENSORS, {"round": 1})
+    path = save_state(tmp_path, 7, TENSORS, {"round": 2})
+    assert load_state(path)[1]["round"] == 2
+
+
+@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
+def test_state_names_damage(tmp_path, name):
+    path = save_state(tmp_path, 1, TENSORS, {})
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(whole[:-5])
+    with pytest.raises(InputError, match=r"step-1 is (incomplete or )?damaged"):
+        load_state(path)
+    (path / name).unlink()
+    with pytest.raises(InputError, match=r"step-1 is incomplete or damaged"):
+        load_state(path)
+
+
+def test_state_notices_one_flipped_bit_in_its_tensors(tmp_path):
+    path = save_state(tmp_path, 1, TENSORS, {})
+    data = bytearray((path / "tensors.safetensors").read_bytes())
+    data[-3] ^= 4
+    (path / "tensors.safetensors").write_bytes(data)
+    with pytest.raises(InputError, match="damaged: its tensors do not have the recorded SHA-256"):
+        load_state(path)
+
+
+def test_state_of_a_newer_format_says_so(tmp_path):
+    path = save_state(tmp_path, 1, TENSORS, {})
+    record = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**record, "format": 99}))
+    with pytest.raises(InputError, match="format 99, newer than"):
+        load_state(path)
+
+
+def test_a_failed_save_leaves_nothing_under_a_states_name(tmp_path):
+    with pytest.raises(TypeError):
+        save_state(tmp_path, 1, TENSORS, {"not json": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_states_are_listed_newest_first_and_dropped_oldest_first(tmp_path):
+    for step in (9, 100, 20):
+        save_state(tmp_path, step, TENSORS, {})
+    (tmp_path / ".step-200.1").mkdir()
+    assert [path.name for path in list_states(tmp_path)] == ["step-100", "step-20", "step-9"]
+    drop_old_states(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-20"]

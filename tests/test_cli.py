@@ -1,0 +1,120 @@
+"""The command line: one line for a user's mistake, fast, without torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vitlab.__main__ import main
+from vitlab.cli import COMMANDS, parse
+from vitlab.config import RunConfig
+
+
+def fails(capsys, *arguments: str) -> str:
+    """Run a command line that must end with exit code 2 and one line; give the line."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "trian is no command: did you mean train?"),
+        (["train", "--train.epoch", "3"], "unknown option --train.epoch: did you mean --train.epochs?"),
+        (["train", "--train.epochs", "x"], "--train.epochs is x: give a whole number"),
+        (["train", "--train.epochs", "2.5"], "--train.epochs is 2.5: give a whole number"),
+        (["train", "--train.precision", "fp1"], "--train.precision is fp1: give one of auto, fp32, bf16, fp16"),
+        (["train", "--train.epochs", "0"], "train.epochs is 0: give more than 0"),
+        (["train", "--data.val_fraction", "3"], "data.val_fraction is 3.0: give a number between 0 and 1"),
+        (["train", "--optim.lr", "nan"], "optim.lr is nan: give more than 0"),
+        (["train", "--optim.lr", "-1"], "optim.lr is -1.0: give more than 0"),
+        (["train", "--data.channels", "4"], "--data.channels is 4: give one of 1, 3"),
+        (["train", "--data.root", "x", "--data.channels", "1"], "data.mean has 3 values for data.channels 1"),
+        (["train", "--model.image_size", "3x3"], "--model.image_size is 3x3: give a whole number or [int, int]"),
+        (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "photos"], "unknown argument photos"),
+        (["evaluate"], "missing checkpoint, --data"),
+        (["evaluate", "x", "--data", "y", "--split", "tst"], "--split is tst: give one of train, val, test, all"),
+        (["predict", "x"], "missing paths"),
+        (["predict", "x", "y", "--top_k", "0"], "--top_k is 0: give 1 or more"),
+    ],
+)
+def test_cli_gives_one_line_for_a_mistake(capsys, arguments, expected):
+    assert expected in fails(capsys, *arguments)
+
+
+def test_cli_names_an_unknown_key_of_a_file(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  epoch: 3\n", encoding="utf-8")
+    assert "unknown option --train.epoch: did you mean --train.epochs?" in fails(capsys, "train", "--config", str(path))
+
+
+def test_cli_reports_broken_yaml_in_one_line(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train: [1,\n", encoding="utf-8")
+    fails(capsys, "train", "--config", str(path))
+
+
+def test_cli_lets_the_line_win_over_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {root: photos}\nmodel: {overrides: {depth: 3, embed_dim: 32}}\n", encoding="utf-8")
+    _, config = parse(["train", "--config", str(path), "--model.overrides.depth", "6", "--train.epochs", "2"])
+    assert config.model.overrides == {"depth": 6, "embed_dim": 32}
+    assert (config.data.root, config.train.epochs) == ("photos", 2)
+
+
+def test_cli_without_arguments_takes_the_digits_recipe():
+    _, plain = parse(["train"])
+    _, named = parse(["train", "--config", "configs/digits/vit.yaml"])
+    assert plain == named
+    assert plain.data.root == "digits"
+    assert plain.model.overrides["patch_size"] == 2
+    _, other = parse(["train", "--data.root", "photos"])
+    assert other == RunConfig(data=type(other.data)(root="photos"))
+
+
+def test_config_yaml_repeats_the_run(tmp_path):
+    _, config = parse(["train", "--train.epochs", "7", "--train.run_dir", "here", "--optim.betas", "[0.9,0.95]"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    _, again = parse(["train", "--config", str(path), "--train.run_dir", "here"])
+    assert again == config
+    assert "run_dir" not in config.to_yaml()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_cli_help_explains_every_option(capsys, name):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    option_lines = [line.strip() for line in text.splitlines() if line.startswith("  --") and "CONFIG" not in line]
+    assert all("(type:" in " ".join(text.split()) or "(default" in text for _ in option_lines)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "--train.epoch", "3"], ["evaluate"]])
+def test_cli_parses_without_torch(arguments):
+    code = (
+        "import sys\nfrom vitlab.__main__ import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'timm', 'albumentations', 'cv2', 'matplotlib', 'sklearn'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+
+
+def test_models_lists_names_and_counts(capsys):
+    assert main(["models", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["vit_tiny"] == {"name": "vit_tiny", "parameters": 5717416, "image_size": [224, 224]}
+
+
+def test_version_describes_the_installation(capsys):
+    assert main(["--version"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("vitlab ")
+    assert "torch 2." in text

@@ -1,0 +1,269 @@
+"""Whole runs on a small folder: what they write, how they resume, how they fail."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from vitlab import training
+from vitlab.__main__ import main
+from vitlab.engine import objectives, trainer
+from vitlab.engine.state import list_states, load_state
+from vitlab.errors import InputError, Interrupted, RunError
+from vitlab.models.files import load_model
+from vitlab.training import run_training
+
+
+def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class CrashError(Exception):
+    pass
+
+
+def crash_in_epoch(monkeypatch, epoch: int, config) -> None:
+    """Run until an epoch's evaluation has been logged and its state not yet saved, and die there."""
+    shown = training._show_confusion
+
+    def show(trainer, scores, folder):
+        shown(trainer, scores, folder)
+        if trainer.progress.epoch + 1 == epoch:
+            raise CrashError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_show_confusion", show)
+        with pytest.raises(CrashError):
+            run_training(config)
+
+
+def assert_same_end(run: Path, other: Path) -> None:
+    """Weights, optimizer, progress and every logged value that is not a time are equal to the last bit."""
+    state, other_state = list_states(run / "resume")[0], list_states(other / "resume")[0]
+    assert state.name == other_state.name
+    (tensors, record), (other_tensors, other_record) = load_state(state), load_state(other_state)
+    assert tensors.keys() == other_tensors.keys()
+    assert all(torch.equal(tensors[name], other_tensors[name]) for name in tensors)
+    assert record["progress"] == other_record["progress"]
+    for name in ("best.safetensors", "last.safetensors"):
+        weights, other_weights = load_file(run / name), load_file(other / name)
+        assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
+    for tag in ("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/top1"):
+        assert scalars(run, tag) == scalars(other, tag)
+    timed = {"train/images_per_s", "train/data_wait"}
+    for row, other_row in zip(metrics(run), metrics(other), strict=True):
+        assert {k: v for k, v in row.items() if k not in timed} == {
+            k: v for k, v in other_row.items() if k not in timed
+        }
+
+
+def test_run_learns_and_writes_the_whole_run_folder(tiny_run, capsys):
+    config = tiny_run(train__epochs=6, data__workers=1)
+    run = run_training(config)
+    assert {path.name for path in run.iterdir()} == {
+        "best.safetensors",
+        "config.yaml",
+        "confusion.png",
+        "last.safetensors",
+        "metrics.jsonl",
+        "resume",
+        "results.png",
+        "tensorboard",
+        "train_batch.jpg",
+    }
+    rows = metrics(run)
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20, 25, 30]
+    assert rows[-1]["val/count"] == 15
+    best = load_model(run)
+    assert best.metrics["top1"] == max(row["val/top1"] for row in rows) > 0.9
+    assert best.classes == ("blue", "green", "red")
+    assert best.weights == "raw"
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["epochs"] == 6
+    assert [step for step, _ in scalars(run, "train/loss")] == list(range(1, 31))
+    assert [step for step, _ in scalars(run, "val/top1")] == [5, 10, 15, 20, 25, 30]
+    assert capsys.readouterr().out == ""
+
+
+def test_same_seed_gives_the_same_run_and_another_seed_another(tiny_run, tmp_path):
+    runs = [
+        run_training(tiny_run(train__run_dir=str(tmp_path / name), train__seed=seed, data__workers=workers))
+        for name, seed, workers in (("a", 3, 0), ("b", 3, 2), ("c", 4, 0))
+    ]
+    assert_same_end(runs[0], runs[1])
+    assert scalars(runs[0], "train/loss") != scalars(runs[2], "train/loss")
+
+
+def test_resumed_run_ends_with_the_same_bits(tiny_run, tmp_path, monkeypatch):
+    changes = {"train__epochs": 4, "augment__mixup": 0.8, "augment__cutmix": 1.0, "train__accumulate": 2}
+    whole = run_training(tiny_run(**changes, train__run_dir=str(tmp_path / "whole")))
+    broken = tiny_run(**changes, train__run_dir=str(tmp_path / "broken"), train__checkpoint_every_steps=2)
+    for epoch in (2, 3, 4):
+        crash_in_epoch(monkeypatch, epoch, broken)
+    run_training(broken)
+    assert_same_end(whole, tmp_path / "broken")
+
+
+def test_interrupted_run_saves_exits_and_goes_on(tiny_run, tmp_path, monkeypatch):
+    whole = run_training(tiny_run(train__epochs=3, train__run_dir=str(tmp_path / "whole")))
+    broken = tiny_run(train__epochs=3, train__run_dir=str(tmp_path / "broken"))
+    for number, at in ((signal.SIGINT, 4), (signal.SIGTERM, 5), (signal.SIGUSR1, 11)):
+        make_step = trainer.Trainer.train_step
+
+        def step(self, micro_batches, number=number, at=at, make_step=make_step):
+            report = make_step(self, micro_batches)
+            if self.progress.step == at:
+                os.kill(os.getpid(), number)
+            return report
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Trainer, "train_step", step)
+            with pytest.raises(Interrupted, match=f"{number.name}: state saved in .*step-{at}"):
+                run_training(broken)
+    run_training(broken)
+    assert_same_end(whole, tmp_path / "broken")
+
+
+def test_learning_rates_of_a_resumed_run_are_those_of_the_unbroken_one(tiny_run, tmp_path, monkeypatch):
+    whole = run_training(tiny_run(train__epochs=6, train__run_dir=str(tmp_path / "whole")))
+    broken = tiny_run(train__epochs=6, train__run_dir=str(tmp_path / "broken"))
+    crash_in_epoch(monkeypatch, 4, broken)
+    run_training(broken)
+    assert scalars(whole, "train/lr") == scalars(tmp_path / "broken", "train/lr")
+    assert len(scalars(whole, "train/lr")) == 30
+
+
+def test_a_longer_run_goes_on_under_the_schedule_of_the_new_length(tiny_run, tmp_path, capsys):
+    run = run_training(tiny_run(train__epochs=2, optim__min_lr=1e-4))
+    assert scalars(run, "train/lr")[-1] == (10, pytest.approx(1e-4))
+    config = tiny_run(train__epochs=4, optim__min_lr=1e-4)
+    run_training(config, console=Console())
+    assert "train.epochs was 2, is 4" in capsys.readouterr().out
+    rates = dict(scalars(run, "train/lr"))
+    expected = run_training(tiny_run(train__epochs=4, optim__min_lr=1e-4, train__run_dir=str(tmp_path / "new")))
+    new = dict(scalars(expected, "train/lr"))
+    assert [rates[step] for step in range(11, 21)] == [new[step] for step in range(11, 21)]
+
+
+def test_resume_refuses_another_configuration_and_names_the_fields(tiny_run, monkeypatch):
+    crash_in_epoch(monkeypatch, 2, tiny_run(train__epochs=3))
+    with pytest.raises(InputError, match=r"optim.lr was 0.003, is 0.5"):
+        run_training(tiny_run(train__epochs=3, optim__lr=0.5))
+
+
+def test_resume_passes_over_a_damaged_state(tiny_run, tmp_path, monkeypatch, capsys):
+    whole = run_training(tiny_run(train__epochs=4, train__run_dir=str(tmp_path / "whole")))
+    broken = tiny_run(train__epochs=4)
+    crash_in_epoch(monkeypatch, 3, broken)
+    newest = list_states(tmp_path / "run" / "resume")[0] / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    run_training(broken, console=Console())
+    out = capsys.readouterr().out
+    assert "passed over" in out
+    assert "step-10" in out
+    assert_same_end(whole, tmp_path / "run")
+
+
+def test_existing_run_is_never_overwritten(tiny_run, tmp_path):
+    run = run_training(tiny_run())
+    before = (run / "best.safetensors").read_bytes()
+    for resume in ("never", "auto"):
+        with pytest.raises(InputError, match=r"finished|in use"):
+            run_training(tiny_run(train__resume=resume))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "holiday.jpg").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"is in use \(it holds holiday.jpg\)"):
+        run_training(tiny_run(train__run_dir=str(tmp_path / "photos")))
+    assert (run / "best.safetensors").read_bytes() == before
+
+
+def test_unnamed_runs_are_numbered(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = (run_training(tiny_run(train__run_dir=None, train__epochs=1)) for _ in range(2))
+    assert first.parent == second.parent == Path("runs")
+    assert second.name == f"{first.name}-2"
+
+
+def test_resume_from_a_path_goes_on_in_a_new_folder(tiny_run, tmp_path, monkeypatch):
+    whole = run_training(tiny_run(train__epochs=3, train__run_dir=str(tmp_path / "whole")))
+    crash_in_epoch(monkeypatch, 3, tiny_run(train__epochs=3))
+    state = str(list_states(tmp_path / "run" / "resume")[0])
+    moved = run_training(tiny_run(train__epochs=3, train__run_dir=str(tmp_path / "moved"), train__resume=state))
+    weights, others = load_file(whole / "last.safetensors"), load_file(moved / "last.safetensors")
+    assert all(torch.equal(weights[key], others[key]) for key in weights)
+    with pytest.raises(InputError, match=r"train.resume .*nowhere holds no state"):
+        run_training(tiny_run(train__resume=str(tmp_path / "nowhere")))
+
+
+def test_non_finite_loss_stops_the_run_and_leaves_good_files(tiny_run, tmp_path, monkeypatch):
+    forward = objectives.Classification.forward
+
+    def poisoned(self, batch):
+        step = forward(self, batch)
+        poisoned.calls += self.training
+        if poisoned.calls == 8:
+            return objectives.Step(loss=step.loss * math.inf, outputs=step.outputs)
+        return step
+
+    poisoned.calls = 0
+    monkeypatch.setattr(objectives.Classification, "forward", poisoned)
+    with pytest.raises(RunError, match=r"loss is inf at step 8: safe are .*best.safetensors.*step-5"):
+        run_training(tiny_run(train__epochs=3))
+    run = tmp_path / "run"
+    for name in ("best.safetensors", "last.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(run / name).values())
+    assert all(tensor.isfinite().all() for tensor in load_state(list_states(run / "resume")[0])[0].values())
+    assert (run / "results.png").exists()
+
+
+def test_train_names_wrong_class_counts(tiny_run):
+    with pytest.raises(InputError, match=r"model.num_classes is 10, and .* has 3 classes \(blue, green, red\)"):
+        run_training(tiny_run(model__num_classes=10))
+
+
+def test_steps_end_a_run_within_an_epoch(tiny_run):
+    run = run_training(tiny_run(train__steps=7))
+    assert [row["step"] for row in metrics(run)] == [5, 7]
+    assert load_model(run / "last.safetensors").metrics["step"] == 7
+
+
+def test_evaluations_follow_their_interval_and_the_end(tiny_run):
+    run = run_training(tiny_run(train__epochs=5, train__evaluate_every_epochs=2))
+    assert [row["epoch"] for row in metrics(run) if "val/loss" in row] == [2, 4, 5]
+    assert [row["epoch"] for row in metrics(run)] == [1, 2, 3, 4, 5]
+
+
+def test_score_of_the_log_is_the_score_of_evaluate(tiny_run, color_folder, tmp_path, capsys):
+    run = run_training(tiny_run(train__epochs=2, train__precision="bf16"))
+    out = tmp_path / "scores.json"
+    assert main(["evaluate", str(run), "--data", str(color_folder), "--split", "val", "--json", str(out)]) == 0
+    scores, logged = json.loads(out.read_text()), load_model(run).metrics
+    assert scores["top1"] == logged["top1"]
+    assert scores["loss"] == pytest.approx(logged["loss"], abs=1e-6)
+    assert f"{scores['top1']:.2%}" in capsys.readouterr().out
+
+
+def test_train_command_prints_plain_lines_and_the_run_last(tiny_run, tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(tiny_run().to_yaml(), encoding="utf-8")
+    assert main(["train", "--config", str(path), "--train.run_dir", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\r" not in out
+    lines = out.splitlines()
+    assert sum(line.startswith("epoch ") for line in lines) == 2
+    assert lines[-1] == f"run: {tmp_path / 'out'}"

@@ -1,0 +1,53 @@
+"""`vitlab` and `python -m vitlab`: run a command, and turn its ending into an exit code.
+
+0 done; 1 failed; 2 the user's input is wrong; 3 finished, but some images could not be read; 130 interrupted.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from vitlab.errors import InputError, Interrupted, RunError
+from vitlab.text import printable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and give its exit code."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except InputError as error:
+        return _say(error, 2)
+    except RunError as error:
+        return _say(error, 1)
+    except Interrupted as error:
+        return _say(error, 130)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output has gone, as after `| head`; a second failure while Python flushes is silenced.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _say(f"{error.strerror or error}{where}", 1)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from vitlab import cli
+
+    name, options = cli.parse(arguments)
+    if name == "help":
+        print(options, end="")
+        return 0
+    from vitlab import commands
+
+    return int(getattr(commands, name)(options))
+
+
+def _say(message: object, code: int) -> int:
+    print(f"vitlab: {printable(str(message))}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The command line: one table of commands, and parsing only. Nothing here imports torch.
+
+Each command takes a dataclass of options and lives in `vitlab.commands` under its own name.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from vitlab.config import RunConfig, shipped_config
+from vitlab.errors import InputError
+from vitlab.options import EvaluateOptions, ModelsOptions, PredictOptions
+
+DIGITS_RECIPE = "digits/vit.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A row of the table."""
+
+    help: str
+    options: type
+    """Dataclass whose fields are the command's options."""
+    positionals: tuple[tuple[str, str | None], ...] = ()
+    """Fields that stand on the line without a name, each with argparse's nargs."""
+
+
+COMMANDS = {
+    "train": Command(help="Train a network on a folder of images.", options=RunConfig),
+    "evaluate": Command(
+        help="Score a model file on a split.", options=EvaluateOptions, positionals=(("checkpoint", None),)
+    ),
+    "predict": Command(
+        help="Classify image files and folders.",
+        options=PredictOptions,
+        positionals=(("checkpoint", None), ("paths", "+")),
+    ),
+    "models": Command(help="List the networks.", options=ModelsOptions),
+}
+
+
+class Parser(ArgumentParser):  # type: ignore[misc]
+    """A parser whose errors are one line: what was given, what is needed, and the nearest valid name."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the line instead of printing a usage and a traceback."""
+        raise InputError(_one_line(message, self._option_names()))
+
+    def _option_names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, Any]:
+    """Read a command line.
+
+    Returns:
+        The command's name and its options; the name is `version` or `help` for those.
+
+    Raises:
+        InputError: the line is wrong; the message says how.
+        SystemExit: help was asked for and printed.
+    """
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        return "help", overview()
+    if name == "--version":
+        return "version", None
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise InputError(f"{name} is no command: {hint}The commands are {', '.join(COMMANDS)}")
+    return name, _parse_command(name, list(rest))
+
+
+def overview() -> str:
+    """Give the text of `vitlab --help`."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    return (
+        "vitlab trains, evaluates and runs vision transformers on your own image folders.\n\n"
+        f"usage: vitlab COMMAND ...\n\n{rows}\n\n"
+        "  vitlab COMMAND --help  explains a command's options\n"
+        "  vitlab --version       describes this installation, for bug reports\n"
+    )
+
+
+def _parse_command(name: str, arguments: list[str]) -> Any:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    command = COMMANDS[name]
+    parser = Parser(prog=f"vitlab {name}", description=command.help, allow_abbrev=False)
+    if command.options is RunConfig:
+        return _parse_run(parser, arguments)
+    helps = _field_helps(command.options)
+    for field, nargs in command.positionals:
+        parser.add_argument(field, nargs=nargs, type=str, help=helps[field])
+    skipped = {field for field, _ in command.positionals}
+    for flag in (field.name for field in fields(command.options) if field.default is False):
+        parser.add_argument(f"--{flag}", action="store_true", help=helps[flag])
+        skipped.add(flag)
+    parser.add_class_arguments(command.options, None, skip=skipped)
+    namespace = parser.parse_args(arguments)
+    return command.options(**namespace.as_dict())
+
+
+def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
+    """Read a run's configuration: the file first, then what stands on the line.
+
+    Where neither a file nor data is named, the recipe for the built-in digits is the file.
+    """
+    parser.add_argument("--config", action="config", help="YAML file; what stands on the line after it wins.")
+    parser.add_class_arguments(RunConfig, None)
+    namespace = parser.parse_args(arguments)
+    if namespace.config is None and namespace.data.root == RunConfig().data.root:
+        namespace = parser.parse_args(["--config", str(shipped_config(DIGITS_RECIPE)), *arguments])
+    return _build(parser, namespace)
+
+
+def _build(parser: Parser, namespace: Namespace) -> RunConfig:
+    values = parser.instantiate(namespace)
+    return RunConfig(**{field.name: values[field.name] for field in fields(RunConfig)})
+
+
+def _field_helps(options: type) -> dict[str, str]:
+    from docstring_parser import parse_from_object
+
+    return {param.arg_name: param.description or "" for param in parse_from_object(options).params}
+
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "tuple": "a list",
+    "dict": "fields",
+}
+
+
+def _one_line(message: str, options: list[str]) -> str:
+    """Turn a parser's message into one line in the words of the command line."""
+    text = re.sub(r'^Parser key "([\w.]+)": ', r"--\1: ", " ".join(message.split()))
+    if match := re.search(r"(?:[Uu]nrecognized arguments:|does not accept option) '?(-*[\w.]+)", text):
+        group = re.search(r"Group '(\w+)' does not accept", text)
+        given = f"--{group[1]}.{match[1]}" if group else match[1]
+        nearest = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]}?" if nearest else "--help lists the options"
+        return f"unknown {'option' if given.startswith('-') else 'argument'} {given}: {hint}"
+    if match := re.search(r"arguments are required: (.*)", text):
+        names = [name if f"--{name}" not in options else f"--{name}" for name in match[1].split(", ")]
+        return f"missing {', '.join(names)}: --help lists what the command needs"
+    if match := re.match(r"(--\S+): Expected an? (.*)\. Got value: (.*)", text):
+        return f"{match[1]} is {match[3]}: give {_type_in_words(match[2])}"
+    if match := re.match(r"(--\S+): Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)", text):
+        kinds = [_type_in_words(kind) for kind in re.split(r", (?![^\[]*\])", match[2]) if "NoneType" not in kind]
+        return f"{match[1]} is {match[3]}: give {' or '.join(kinds)}"
+    return text
+
+
+def _type_in_words(kind: str) -> str:
+    kind = re.sub(r"<class '(\w+)'>", r"\1", kind)
+    if match := re.fullmatch(r"typing\.Literal\[(.*)\]", kind):
+        return f"one of {match[1]}".replace("'", "")
+    if match := re.fullmatch(r"tuple\[(.*)\]", kind):
+        return f"[{match[1]}]"
+    return _TYPES.get(kind, kind)

@@ -1,0 +1,218 @@
+"""Splits and data sets as values: images with labels, cut by class and seed, and told apart by a fingerprint."""
+
+import abc
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitlab.data.images import read_image
+from vitlab.errors import InputError
+from vitlab.seeds import derive_seed
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Split(abc.ABC):
+    """Images with labels, in a fixed order."""
+
+    name: str
+    """`train`, `val`, `test`, `all` or `files`."""
+    labels: NDArray[np.int64]
+    """Class index of each image, shape (N,); -1 where unknown."""
+    paths: Sequence[str]
+    """What each image is called in messages and predictions, N names."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abc.abstractmethod
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Give one image as upright RGB, uint8 (H, W, 3), the caller's to change.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+
+    @abc.abstractmethod
+    def subset(self, name: str, rows: NDArray[np.int64]) -> "Split":
+        """Give the images at `rows`, in that order, as a split of another name."""
+
+    @abc.abstractmethod
+    def identity(self) -> Iterator[bytes]:
+        """Give, image by image, bytes that change when the image does."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FileSplit(Split):
+    """Images in files, which `paths` names."""
+
+    root: str = ""
+    """Folder against which the fingerprint takes the paths, so that a moved data set stays the same."""
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Read and decode the file."""
+        return read_image(self.paths[index])
+
+    def subset(self, name: str, rows: NDArray[np.int64]) -> "FileSplit":
+        """Give the files at `rows`."""
+        return replace(self, name=name, labels=self.labels[rows], paths=[self.paths[row] for row in rows])
+
+    def identity(self) -> Iterator[bytes]:
+        """Give relative path and size in bytes; opening every file would cost an epoch."""
+        for path in self.paths:
+            try:
+                size = os.path.getsize(path)
+            except OSError:  # a broken link is listed, and reported when it is read
+                size = -1
+            yield f"{os.path.relpath(path, self.root or None)}\0{size}".encode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArraySplit(Split):
+    """Images of one size, held in memory."""
+
+    images: NDArray[np.uint8]
+    """RGB, uint8 (N, H, W, 3)."""
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Copy the image out."""
+        image: NDArray[np.uint8] = self.images[index].copy()
+        return image
+
+    def subset(self, name: str, rows: NDArray[np.int64]) -> "ArraySplit":
+        """Copy the images at `rows`."""
+        return replace(
+            self,
+            name=name,
+            labels=self.labels[rows],
+            paths=[self.paths[row] for row in rows],
+            images=self.images[rows],
+        )
+
+    def identity(self) -> Iterator[bytes]:
+        """Give the pixels."""
+        return (image.tobytes() for image in self.images)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dataset:
+    """What a run trains on."""
+
+    classes: tuple[str, ...]
+    """Class names; a label is an index into them."""
+    splits: dict[str, Split]
+    """`train` and `val`, and `test` where the data set has one."""
+    notes: tuple[str, ...] = ()
+    """What a log should say: files left out, classes missing, how validation was cut."""
+    native_size: tuple[int, int] | None = None
+    """(height, width) where all images have one size by definition, as in CIFAR."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArrayData:
+    """A data set in memory that comes with a training and a test split."""
+
+    classes: tuple[str, ...]
+    train: ArraySplit
+    test: ArraySplit
+    native_size: tuple[int, int]
+    """(height, width) of every image."""
+
+
+def cut_validation(
+    split: Split, classes: Sequence[str], *, fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
+    """Cut a stratified, seeded validation part out of a split.
+
+    Of a class with n images round(n * fraction) validate, but at least 1 where n is 2 or more, and at most n - 1; a
+    class with one image stays in training whole. Which ones depends on the seed, the class's name and its images
+    alone, so that a folder holding only some of the classes is cut alike.
+
+    Args:
+        split: images with labels.
+        classes: class names in the labels' order.
+        fraction: share that validates, in (0, 1).
+        seed: the run's seed.
+
+    Returns:
+        Rows that train and rows that validate, each ascending, and a line that says so.
+
+    Raises:
+        InputError: nothing would validate, since no class has two images.
+    """
+    validating: list[NDArray[np.int64]] = []
+    for label, name in enumerate(classes):
+        rows = np.flatnonzero(split.labels == label)
+        count = min(max(round(len(rows) * fraction), 1), len(rows) - 1)
+        if count > 0:
+            generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "validation", name)))
+            validating.append(generator.permutation(rows)[:count])
+    if not validating:
+        raise InputError(
+            f"{len(split)} images in {len(classes)} classes leave none for validation: "
+            "give a val folder, or two images of a class"
+        )
+    val = np.sort(np.concatenate(validating))
+    train = np.setdiff1d(np.arange(len(split)), val)
+    note = f"validation: {len(val)} of {len(split)} training images, a share of {fraction:g} by class, seed {seed}"
+    return train, val, note
+
+
+def match_classes(split: Split, own: Sequence[str], wanted: Sequence[str], where: str) -> tuple[Split, list[str]]:
+    """Translate a split's labels from its own class order into another, by name.
+
+    Args:
+        split: labels index `own`.
+        own: the split's class names.
+        wanted: the class names of a model, in its order.
+        where: what the split is called in messages.
+
+    Returns:
+        The split with labels that index `wanted`, and lines for the log.
+
+    Raises:
+        InputError: the split holds images of a class that is not wanted.
+    """
+    held = {own[label] for label in np.unique(split.labels)}
+    if unknown := sorted(held - set(wanted)):
+        absent = sorted(set(wanted) - held)
+        raise InputError(
+            f"{where} holds {len(held)} classes, the model knows {len(wanted)}: the model lacks {_some(unknown)}"
+            + (f" and {where} lacks {_some(absent)}" if absent else "")
+            + "; give data of the model's classes, named alike"
+        )
+    index = {name: label for label, name in enumerate(wanted)}
+    table = np.array([index.get(name, -1) for name in own], dtype=np.int64)
+    missing = [name for name in wanted if name not in held]
+    notes = [f"{where} holds no image of {_some(missing)}; their places in the class order stay"] if missing else []
+    return replace(split, labels=table[split.labels]), notes
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def fingerprint(source: Dataset | Split) -> dict[str, Any]:
+    """Tell data sets apart without opening files.
+
+    Returns:
+        `counts` and `sha256` by split name, and for a data set `classes`. The hash covers labels and, of files, the
+        relative path and size; of arrays, every pixel. It does not depend on where the data set lies.
+    """
+    splits = list(source.splits.values()) if isinstance(source, Dataset) else [source]
+    record: dict[str, Any] = {"classes": list(source.classes)} if isinstance(source, Dataset) else {}
+    record["counts"] = {split.name: len(split) for split in splits}
+    record["sha256"] = {split.name: _sha256(split) for split in splits}
+    return record
+
+
+def _sha256(split: Split) -> str:
+    digest = hashlib.sha256()
+    for label, content in zip(split.labels.tolist(), split.identity(), strict=True):
+        digest.update(b"%d\0%d\0" % (label, len(content)))
+        digest.update(content)
+    return digest.hexdigest()

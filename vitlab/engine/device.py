@@ -1,0 +1,52 @@
+"""Which device runs, and in which precision."""
+
+from typing import Literal
+
+import torch
+
+from vitlab.errors import InputError
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+def resolve_device(name: str) -> torch.device:
+    """Give the device of a name; `auto` takes a GPU where there is one.
+
+    Raises:
+        InputError: the name is no device, or this machine lacks it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"no device is called {name}: give auto, cpu, cuda, cuda:0 or mps") from None
+    available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    count = available.get(device.type, 0)
+    if (device.index or 0) >= count:
+        raise InputError(f"device {name} is not on this machine ({count} of type {device.type}): use auto or cpu")
+    return device
+
+
+def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
+    """Give the dtype that training computes in, or None for plain float32.
+
+    `auto` takes bfloat16 where the device has instructions for it (Ampere and newer GPUs; processors with AVX-512
+    BF16 or AMX): elsewhere it is emulated and slower than float32.
+    """
+    if precision == "fp32":
+        return None
+    if precision == "fp16":
+        if device.type == "cpu":
+            raise InputError("train.precision fp16 needs a GPU, and the device is cpu: use auto, bf16 or fp32")
+        return torch.float16
+    return torch.bfloat16 if precision == "bf16" or _computes_in_bf16(device) else None
+
+
+def _computes_in_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return False

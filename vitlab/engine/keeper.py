@@ -1,0 +1,116 @@
+"""What a run saves, and when: model files, resume states, and the state on a signal."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vitlab.engine.evaluator import Scores
+from vitlab.engine.run_folder import RunFolder
+from vitlab.engine.state import capture, drop_old_states, list_states, load_state, restore, save_state
+from vitlab.errors import Interrupted
+
+if TYPE_CHECKING:
+    from vitlab.engine.trainer import Trainer
+
+_KEEP_STATES = 2
+
+
+class SaveModel(Protocol):
+    """Writes a model file; knows the run's classes, preprocessing and data."""
+
+    def __call__(self, path: Path, *, metrics: dict[str, Any], weights: str) -> None:
+        """Write the network's present weights to `path`."""
+
+
+class Keeper:
+    """Saves the best and the last model file after each evaluation, and resume states between.
+
+    Args:
+        folder: the run's.
+        config: the resolved configuration, for the states.
+        save_model: writes a model file.
+        every_steps: optimizer steps between states, besides the one at the end of each epoch.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, config: dict[str, Any], save_model: SaveModel, every_steps: int | None
+    ) -> None:
+        self.folder, self.config, self.save_model, self.every_steps = folder, config, save_model, every_steps
+        self._signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Save and stop at the next step when SIGINT, SIGTERM or SIGUSR1 comes; a second signal ends at once."""
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        try:
+            before = {number: signal.signal(number, self._note_signal) for number in signals}
+        except ValueError:  # Not the main thread: signals belong to whoever runs us.
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            raise KeyboardInterrupt
+        self._signal = number
+
+    def step_ended(self, trainer: "Trainer", *, epoch_ends: bool) -> None:
+        """Save a state where one is due; the end of an epoch saves its own after the evaluation.
+
+        Raises:
+            Interrupted: a signal came, and the state is saved.
+        """
+        step = trainer.progress.step
+        if self._signal is not None:
+            raise self._interrupted(self._save(trainer))
+        if self.every_steps and step % self.every_steps == 0 and not epoch_ends:
+            self._save(trainer)
+
+    def epoch_ended(self, trainer: "Trainer") -> None:
+        """Save the state with which the next epoch begins."""
+        path = self._save(trainer)
+        if self._signal is not None and not trainer.done:
+            raise self._interrupted(path)
+
+    def evaluated(self, trainer: "Trainer", scores: Scores) -> None:
+        """Write the last model file and, where the scores are the best so far, the best one."""
+        progress = trainer.progress
+        summary = scores.summary()
+        metrics = {"step": progress.step, "epoch": progress.epoch + 1, "split": "val", **summary}
+        rank = trainer.objective.rank(summary)
+        if progress.best_rank is None or rank > progress.best_rank:
+            self.save_model(self.folder.best, metrics=metrics, weights=scores.weights)
+            progress.best_rank, progress.best_step = rank, progress.step
+        self.save_model(self.folder.last, metrics=metrics, weights=scores.weights)
+
+    def resume(self, trainer: "Trainer", path: Path) -> None:
+        """Put the trainer where a state stands."""
+        tensors, record = load_state(path)
+        trainer.progress = restore(tensors, record, trainer.objective, trainer.optimizer, trainer.scaler)
+
+    def what_is_safe(self) -> str:
+        """Name what a failure leaves to go on from."""
+        kept = [path for path in (self.folder.best, self.folder.last) if path.exists()]
+        states = list_states(self.folder.resume)[:1]
+        names = ", ".join(str(path) for path in kept + states)
+        return f"safe are {names}" if names else "nothing had been saved yet"
+
+    def _interrupted(self, state: Path) -> Interrupted:
+        assert self._signal is not None
+        name, folder = signal.Signals(self._signal).name, self.folder.path
+        return Interrupted(
+            f"{name}: state saved in {state}; go on with --config {folder}/config.yaml --train.run_dir {folder}"
+        )
+
+    def _save(self, trainer: "Trainer") -> Path:
+        tensors, record = capture(trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress)
+        path = save_state(self.folder.resume, trainer.progress.step, tensors, {**record, "config": self.config})
+        drop_old_states(self.folder.resume, keep=_KEEP_STATES)
+        return path

@@ -1,0 +1,180 @@
+"""What a run shows while it runs: console, metrics.jsonl and TensorBoard."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from vitlab.data.images import ImageError
+from vitlab.engine import state
+from vitlab.engine.evaluator import Scores
+from vitlab.engine.tensorboard import EventLog
+from vitlab.text import duration, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a training step gave."""
+
+    loss: float
+    """Mean over the step's images, in nats."""
+    lr: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    images: int
+    data_wait: float = 0.0
+    """Share of the step's time that went into waiting for images."""
+    duration_s: float = 0.0
+
+
+class Monitor:
+    """Shows and logs a run.
+
+    On a terminal a bar moves and each epoch leaves a line; elsewhere there are only the lines, without control codes.
+
+    Args:
+        metrics_path: the run's metrics.jsonl; lines are added.
+        log_every_steps: optimizer steps between points of the training curves.
+        total_epochs: for the lines; None where the run is counted in steps.
+        console: where to print.
+    """
+
+    def __init__(
+        self,
+        metrics_path: Path,
+        *,
+        log_every_steps: int,
+        total_epochs: int | None,
+        console: Console,
+    ) -> None:
+        self.metrics_path, self.log_every_steps = metrics_path, log_every_steps
+        self.total_epochs, self.console = total_epochs, console
+        self.events: EventLog | None = None
+        """The run's TensorBoard events; the one who opens the run sets them."""
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._file: TextIO | None = None
+        self._total_steps, self._began, self._began_step = 0, 0.0, 0
+        self._clear_epoch()
+
+    @contextmanager
+    def running(self, progress: state.Progress, total_steps: int) -> Iterator[None]:
+        """Open the files and the bar for a run that stands at `progress`; close them whatever happens."""
+        self._total_steps, self._began, self._began_step = total_steps, time.perf_counter(), progress.step
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+        )
+        with self.metrics_path.open("a", encoding="utf-8") as self._file, bar as self._bar:
+            self._task = bar.add_task("training", total=total_steps, completed=progress.step, figures="")
+            try:
+                yield
+            finally:
+                if self.events is not None:
+                    self.events.close()
+
+    def step(self, progress: state.Progress, report: StepReport) -> None:
+        """Move the bar and, where one is due, log a point of the training curves."""
+        self._images += report.images
+        self._seconds += report.duration_s
+        self._wait += report.data_wait * report.duration_s
+        self._last = report
+        if self._bar is not None and self._task is not None:
+            accuracy = progress.correct / max(progress.seen, 1)
+            figures = (
+                f"loss {report.loss:.3f}  acc {accuracy:.1%}  {self._images / max(self._seconds, 1e-9):.0f} images/s"
+            )
+            self._bar.update(self._task, completed=progress.step, figures=figures)
+        if self.events is not None and progress.step % self.log_every_steps == 0:
+            speed = report.images / max(report.duration_s, 1e-9)
+            self.events.scalars(
+                progress.step,
+                {
+                    "train/loss": report.loss,
+                    "train/lr": report.lr,
+                    "train/grad_norm": report.grad_norm,
+                    "train/images_per_s": speed,
+                    "train/data_wait": report.data_wait,
+                },
+            )
+
+    @contextmanager
+    def evaluating(self, num_images: int) -> Iterator[Callable[[int], None]]:
+        """Show a second bar for an evaluation; yields what to call with the number of images done."""
+        if self._bar is None:
+            yield lambda images: None
+            return
+        bar, task = self._bar, self._bar.add_task("validation", total=num_images, figures="")
+        try:
+            yield lambda images: bar.advance(task, images)
+        finally:
+            bar.remove_task(task)
+
+    def epoch(self, progress: state.Progress, scores: Scores | None) -> None:
+        """Print the line of an epoch, log it and write everything out."""
+        seen = max(progress.seen, 1)
+        row: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": progress.epoch + 1,
+            "train/loss": progress.loss_sum / seen,
+            "train/accuracy": progress.correct / seen,
+            "train/images_per_s": self._images / max(self._seconds, 1e-9),
+            "train/data_wait": self._wait / max(self._seconds, 1e-9),
+        }
+        if self._last is not None:
+            row |= {"train/lr": self._last.lr, "train/grad_norm": self._last.grad_norm}
+        if progress.skipped:
+            row["train/unreadable"] = progress.skipped
+        val = {} if scores is None else {f"val/{key}": value for key, value in scores.summary().items()}
+        self._write(row | val)
+        if self.events is not None:
+            if scores is not None:
+                numbers = {tag: value for tag, value in val.items() if isinstance(value, float)}
+                self.events.scalars(progress.step, numbers)
+            self.events.flush()
+        say(self.console, self._line(progress, row, scores))
+        self._clear_epoch()
+
+    def unreadable(self, errors: Iterable[ImageError]) -> None:
+        """Name images that could not be read and were left out."""
+        for error in errors:
+            say(self.console, f"skipped {error}")
+
+    def _line(self, progress: state.Progress, row: dict[str, Any], scores: Scores | None) -> str:
+        of = "" if self.total_epochs is None else f"/{self.total_epochs}"
+        parts = [
+            f"epoch {row['epoch']}{of}",
+            f"step {row['step']}/{self._total_steps}",
+            f"train loss {row['train/loss']:.4f} accuracy {row['train/accuracy']:.2%}",
+        ]
+        if scores is not None:
+            summary = scores.summary()
+            tops = "".join(f" top-{key[3:]} {summary[key]:.2%}" for key in summary if key.startswith("top"))
+            best = " (best)" if progress.best_step == progress.step else ""
+            parts.append(f"val loss {scores.loss:.4f}{tops}{best}")
+        parts.append(f"{row['train/images_per_s']:.0f} images/s")
+        if progress.step < self._total_steps:
+            left = (time.perf_counter() - self._began) / max(progress.step - self._began_step, 1)
+            parts.append(f"{duration(left * (self._total_steps - progress.step))} left")
+        return "  ".join(parts)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def _clear_epoch(self) -> None:
+        self._images, self._seconds, self._wait = 0, 0.0, 0.0
+        self._last: StepReport | None = None

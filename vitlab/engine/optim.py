@@ -1,0 +1,112 @@
+"""Parameter groups, the optimizer and the learning rate of each step."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from vitlab.config import OptimConfig
+from vitlab.errors import InputError, unknown_name
+from vitlab.models.network import Network
+
+
+def lr_at(
+    step: int,
+    *,
+    total_steps: int,
+    lr: float,
+    warmup_steps: int = 0,
+    schedule: Literal["cosine", "constant"] = "cosine",
+    min_lr: float = 0.0,
+) -> float:
+    """Give the learning rate of an optimizer step.
+
+    Warm-up rises linearly and its last step runs at `lr`; a cosine falls from there, without a second step at `lr`,
+    to `min_lr` at the last step. So of ten steps with a warm-up of three, the third runs at `lr` and the tenth at
+    `min_lr`.
+
+    Args:
+        step: number of steps done before, from 0 to total_steps - 1.
+        total_steps: optimizer steps of the whole run, warm-up included.
+        lr: the highest rate.
+        warmup_steps: how many of the steps warm up.
+        schedule: the course after warm-up.
+        min_lr: the rate of the last step under `cosine`.
+
+    Source: arXiv:1608.03983, eq. 5, without restarts.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return lr
+    peak = max(warmup_steps - 1, 0)
+    done = (step - peak) / max(total_steps - 1 - peak, 1)
+    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+
+
+def build_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
+    """Fix everything of `lr_at` but the step; without `warmup_steps` a twentieth of the run warms up."""
+    warmup_steps = total_steps // 20 if config.warmup_steps is None else config.warmup_steps
+    if warmup_steps >= total_steps and config.warmup_steps:
+        raise InputError(
+            f"optim.warmup_steps {warmup_steps} leaves nothing of the run's {total_steps} steps: "
+            f"give less than {total_steps}, or train longer"
+        )
+    return partial(
+        lr_at,
+        total_steps=total_steps,
+        lr=config.lr,
+        warmup_steps=warmup_steps,
+        schedule=config.schedule,
+        min_lr=config.min_lr,
+    )
+
+
+def parameter_groups(
+    network: Network, *, weight_decay: float, layer_decay: float | None = None
+) -> list[dict[str, Any]]:
+    """Sort the trainable parameters into groups by decay and, with `layer_decay`, by depth.
+
+    Biases, norms and whatever the network names in `no_weight_decay` (tokens, position and bias tables) do not decay.
+    With `layer_decay` each group bears an `lr_scale`: 1 for the head, one factor less a block down to the stem.
+
+    Returns:
+        Groups for an optimizer; every trainable parameter is in exactly one of them.
+    """
+    from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+
+    kept = network.no_weight_decay()
+    if layer_decay is None:
+        groups = param_groups_weight_decay(network, weight_decay, no_weight_decay_list=kept)
+    else:
+        groups = param_groups_layer_decay(network, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(config: OptimConfig, network: Network) -> torch.optim.Optimizer:
+    """Build an optimizer of timm over the network's groups; the rate of each step is set by the trainer.
+
+    Raises:
+        InputError: timm knows no such optimizer, or it does not take the betas.
+    """
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    if config.name not in list_optimizers():
+        raise unknown_name("optim.name", config.name, list_optimizers())
+    groups = parameter_groups(network, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
+    betas = {} if config.betas is None else {"betas": config.betas}
+    try:
+        optimizer = create_optimizer_v2(
+            groups, opt=config.name, lr=config.lr, weight_decay=0.0, momentum=config.momentum, **betas
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"optim.name {config.name} does not take these settings: {error}") from error
+    return optimizer  # type: ignore[no-any-return]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the step's rate, scaled in each group by its `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)

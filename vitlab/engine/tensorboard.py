@@ -1,0 +1,132 @@
+"""A run's TensorBoard events: one file without subfolders, which a resumed run cuts back and goes on with."""
+
+import io
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+EVENTS_NAME = "events.out.tfevents.vitlab"
+
+
+class EventLog:
+    """Writes events; each is on disk after `flush`.
+
+    torch's SummaryWriter starts a new file at each resume, and files of one second sort by process id, so that steps
+    appear twice or out of order. Here the file is cut to the steps that the state knows, and appended to.
+
+    Args:
+        folder: made if missing.
+        keep_steps: steps that the run has behind it; later events in the file are from an abandoned future.
+    """
+
+    def __init__(self, folder: Path, *, keep_steps: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event = Event
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / EVENTS_NAME
+        self.is_new = not (keep_steps and path.exists())
+        if self.is_new:
+            path.unlink(missing_ok=True)
+        else:
+            _cut(path, keep_steps)
+        self._file = path.open("ab")
+        self._records = RecordWriter(self._file)
+        if self.is_new:
+            self._write(file_version="brain.Event:2")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a point of each curve; `step` counts optimizer steps."""
+        from torch.utils.tensorboard.summary import scalar
+
+        for tag, value in values.items():
+            self._write(step=step, summary=scalar(tag, value))
+
+    def image(self, step: int, tag: str, image: NDArray[np.uint8]) -> None:
+        """Write a picture (H, W, 3) uint8."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        H, W, _ = image.shape
+        png = io.BytesIO()
+        Image.fromarray(image).save(png, format="PNG")
+        picture = Summary.Image(height=H, width=W, colorspace=3, encoded_image_string=png.getvalue())
+        self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, image=picture)]))
+
+    def text(self, tag: str, text: str) -> None:
+        """Write text (Markdown) at step 0."""
+        from torch.utils.tensorboard.summary import text as text_summary
+
+        self._write(step=0, summary=text_summary(tag, text))
+
+    def hparams(self, settings: Mapping[str, Any], metrics: tuple[str, ...]) -> None:
+        """Write the settings for the HPARAMS tab, with the tags of the curves that it shows beside them."""
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in settings.items()}
+        for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
+            self._write(step=0, summary=summary)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write everything out and close the file."""
+        self._file.close()
+
+    def _write(self, *, step: int = 0, **content: Any) -> None:
+        event = self._event(wall_time=time.time(), step=step, **content)
+        self._records.write(event.SerializeToString())
+
+
+def read_events(path: Path) -> Iterator[tuple[Any, int]]:
+    """Give each whole event of a file, and the offset at which it ends; a record cut short ends the reading."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    with path.open("rb") as file:
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack("<Q", header[:8])
+            record = file.read(length + 4)
+            if len(record) < length + 4:
+                return
+            yield Event.FromString(record[:length]), file.tell()
+
+
+def _cut(path: Path, keep_steps: int) -> None:
+    end = 0
+    for event, offset in read_events(path):
+        if event.step > keep_steps:
+            break
+        end = offset
+    aside = path.with_name(f".{path.name}")
+    with path.open("rb") as source, aside.open("wb") as target:
+        target.write(source.read(end))
+    os.replace(aside, path)
+
+
+def cut_metrics(path: Path, keep_steps: int) -> None:
+    """Drop the lines of metrics.jsonl after a step, and one that a kill cut short."""
+    import json
+
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] > keep_steps:
+            break
+        kept.append(line + "\n")
+    aside = path.with_name(f".{path.name}")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)

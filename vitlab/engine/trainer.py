@@ -1,0 +1,213 @@
+"""The one training loop: fit -> train_epoch -> train_step. It knows no architecture and no objective.
+
+What is saved and shown stands beside it: the keeper (files, signals) and the monitor (console, curves) are told after
+each step, evaluation and epoch.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from vitlab.config import TrainConfig
+from vitlab.data.augment import Mixer
+from vitlab.data.loader import Batch, Loader
+from vitlab.data.preprocess import Preprocess
+from vitlab.engine.device import autocast_dtype
+from vitlab.engine.evaluator import Scores, evaluate
+from vitlab.engine.keeper import Keeper
+from vitlab.engine.monitor import Monitor, StepReport
+from vitlab.engine.objectives import Objective
+from vitlab.engine.optim import set_lr
+from vitlab.engine.state import Progress
+from vitlab.errors import RunError
+from vitlab.models.network import device_of
+from vitlab.seeds import derive_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What a run learns from and is scored on."""
+
+    train: Loader
+    val: Loader
+    classes: tuple[str, ...]
+    preprocess: Preprocess
+    mixer: Mixer
+
+
+def count_steps(config: TrainConfig, batches_per_epoch: int) -> int:
+    """Give the optimizer steps of a run; the micro-batches left at the end of an epoch are a step too."""
+    return config.steps or config.epochs * math.ceil(batches_per_epoch / config.accumulate)
+
+
+class Trainer:
+    """Fits an objective.
+
+    Args:
+        objective: on its device.
+        optimizer: over the objective's parameters.
+        schedule: learning rate of a step, from 0.
+        data: loaders and what goes with them.
+        config: the run's `train` section.
+        clip_grad: largest norm of the whole gradient, or None.
+        keeper: saves files and states.
+        monitor: shows and logs.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[int], float],
+        *,
+        data: TrainingData,
+        config: TrainConfig,
+        clip_grad: float | None,
+        keeper: Keeper,
+        monitor: Monitor,
+    ) -> None:
+        self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
+        self.data, self.config, self.clip_grad = data, config, clip_grad
+        self.keeper, self.monitor = keeper, monitor
+        self.device = device_of(objective)
+        self.autocast = autocast_dtype(config.precision, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.autocast == torch.float16)
+        self.total_steps = count_steps(config, len(data.train))
+        self.progress = Progress()
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made and scored."""
+        return self.progress.step >= self.total_steps and self.progress.batch == 0
+
+    def fit(self, on_evaluation: Callable[[Scores], None] | None = None) -> Progress:
+        """Train from where `progress` stands to the last step, scoring and saving on the way.
+
+        Args:
+            on_evaluation: called with each evaluation's scores, for what the caller wants shown besides.
+
+        Raises:
+            RunError: the loss or the gradient is not finite; the files hold the last good weights.
+            Interrupted: a signal came; the state is saved.
+        """
+        with self.monitor.running(self.progress, self.total_steps), self.keeper.listening():
+            while not self.done:
+                self.train_epoch()
+                scores = self.evaluate() if self._evaluation_is_due() else None
+                self.monitor.epoch(self.progress, scores)
+                if scores is not None and on_evaluation is not None:
+                    on_evaluation(scores)
+                self.progress.start_epoch()
+                self.keeper.epoch_ended(self)
+        return self.progress
+
+    def train_epoch(self) -> None:
+        """Make the optimizer steps that are left of the present epoch and of the run."""
+        self.objective.train()
+        batches = self.data.train.epoch(self.progress.epoch, start_batch=self.progress.batch)
+        asked = time.perf_counter()
+        for micro_batches in _groups(batches, self.config.accumulate):
+            data_wait = time.perf_counter() - asked
+            report = self.train_step(micro_batches)
+            duration = time.perf_counter() - asked
+            self.monitor.step(self.progress, replace(report, data_wait=data_wait / duration, duration_s=duration))
+            at_end = self.progress.batch == len(self.data.train) or self.progress.step == self.total_steps
+            self.keeper.step_ended(self, epoch_ends=at_end)
+            if self.progress.step == self.total_steps:
+                break
+            asked = time.perf_counter()
+
+    def train_step(self, micro_batches: list[Batch]) -> StepReport:
+        """Make one optimizer step on the mean loss over all images of its micro-batches."""
+        progress = self.progress
+        lr = self.schedule(progress.step)
+        set_lr(self.optimizer, lr)
+        total = sum(len(batch.labels) for batch in micro_batches)
+        loss_sum, correct = 0.0, 0
+        for index, batch in enumerate(micro_batches):
+            # Keyed by place, not by history: a resumed run and an unbroken one draw the same masks and mixes.
+            torch.manual_seed(derive_seed(self.config.seed, "step", progress.step, index))
+            if len(batch.labels):
+                batch = self.prepare(batch)
+                with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                    step = self.objective(batch)
+                self.scaler.scale(step.loss * (len(batch.labels) / total)).backward()
+                loss_sum += step.loss.item() * len(batch.labels)
+                correct += _count_correct(step.outputs, batch.labels)
+            self.monitor.unreadable(batch.errors)
+        grad_norm = self._update(loss_sum) if total else 0.0
+        progress.step += 1
+        progress.batch += len(micro_batches)
+        progress.seen += total
+        progress.skipped += sum(len(batch.errors) for batch in micro_batches)
+        progress.loss_sum += loss_sum
+        progress.correct += correct
+        return StepReport(loss=loss_sum / total if total else 0.0, lr=lr, grad_norm=grad_norm, images=total)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Move a uint8 batch to the device, normalise and mix it; labels become (B, K) where they are mixed."""
+        images = self.data.preprocess.normalize(batch.images.to(self.device, non_blocking=True))
+        labels = batch.labels.to(self.device, non_blocking=True)
+        if self.data.mixer.enabled:
+            images, labels = self.data.mixer(images, labels)
+        return replace(batch, images=images, labels=labels)
+
+    def evaluate(self) -> Scores:
+        """Score the network on the validation split, and keep its weights as best or last."""
+        with self.monitor.evaluating(self.data.val.num_images) as on_batch:
+            scores = evaluate(
+                self.objective,
+                self.data.val.epoch(0),
+                classes=self.data.classes,
+                preprocess=self.data.preprocess,
+                on_batch=on_batch,
+            )
+        if not math.isfinite(scores.loss):
+            raise RunError(
+                f"validation loss is {scores.loss} at step {self.progress.step}: {self.keeper.what_is_safe()}"
+            )
+        self.keeper.evaluated(self, scores)
+        return scores
+
+    def _update(self, loss_sum: float) -> float:
+        self.scaler.unscale_(self.optimizer)
+        parameters = [parameter for parameter in self.objective.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        if self.clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad, norm)
+        grad_norm, step = norm.item(), self.progress.step + 1
+        # A loss scaler skips the step of an overflown gradient and lowers its scale; without one it is the end.
+        if not math.isfinite(loss_sum) or not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
+            what = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"gradient norm is {grad_norm}"
+            raise RunError(
+                f"{what} at step {step}: {self.keeper.what_is_safe()}. "
+                "Lower optim.lr, lengthen optim.warmup_steps, or set optim.clip_grad 1"
+            )
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def _evaluation_is_due(self) -> bool:
+        epochs = self.progress.epoch + 1
+        return epochs % self.config.evaluate_every_epochs == 0 or self.progress.step >= self.total_steps
+
+
+def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Give the batches `size` at a time; the last group may be shorter."""
+    iterator = iter(batches)
+    while group := list(islice(iterator, size)):
+        yield group
+
+
+def _count_correct(outputs: Tensor | None, labels: Tensor) -> int:
+    """Count images whose likeliest class is the target's likeliest; 0 where the objective does not classify."""
+    if outputs is None:
+        return 0
+    targets = labels.argmax(dim=1) if labels.ndim == 2 else labels
+    return int((outputs.argmax(dim=1) == targets).sum())

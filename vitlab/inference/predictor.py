@@ -1,0 +1,104 @@
+"""From images to class probabilities, with nothing but a model file."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from einops import rearrange
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from vitlab.data.images import read_image
+from vitlab.data.loader import Batch
+from vitlab.engine.device import resolve_device
+from vitlab.errors import InputError
+from vitlab.models.files import load_model
+
+ImageLike: TypeAlias = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
+"""A path, an RGB array uint8 (H, W, 3), or a Pillow picture."""
+
+# The modes whose conversion to RGB keeps the brightness; Pillow clips 16 and 32 bits.
+_MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"))
+
+
+class Predictor:
+    """Classifies images with a model file: its network, its classes, its preprocessing.
+
+    Args:
+        checkpoint: model file, or a run folder for its `best.safetensors`.
+        device: `auto` (a GPU where there is one), cpu, cuda, cuda:N or mps.
+        batch_size: images that go through the network at a time; the numbers do not depend on it beyond 1e-5.
+
+    Raises:
+        InputError: the file is no model file of vitlab's, or the device is not there.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", batch_size: int = 32) -> None:
+        if batch_size < 1:
+            raise InputError(f"batch_size is {batch_size}: give 1 or more")
+        self.device, self.batch_size = resolve_device(device), batch_size
+        file = load_model(checkpoint, device=self.device)
+        self.network = file.network.float().eval()
+        self.classes, self.preprocess = file.classes, file.preprocess
+
+    def predict(self, images: Sequence[ImageLike]) -> NDArray[np.float32]:
+        """Give each image's class probabilities.
+
+        Args:
+            images: N paths, RGB arrays uint8 (H, W, 3) or Pillow pictures, mixed as you like.
+
+        Returns:
+            float32 (N, K) in the order of the images and of `classes`; each row sums to 1.
+
+        Raises:
+            ImageError: a file cannot be read as an image (`predict_files` goes on without it).
+            InputError: an array is not an RGB image.
+        """
+        if isinstance(images, str | os.PathLike | Image.Image):
+            raise InputError(f"images is one {type(images).__name__}: give a list, such as [image]")
+        N, K = len(images), len(self.classes)
+        probabilities = np.empty((N, K), np.float32)
+        for start in range(0, N, self.batch_size):
+            stop = min(start + self.batch_size, N)
+            pixels = np.stack([self._prepare(images[i], i) for i in range(start, stop)])
+            # A view: channels-last memory, as a Loader's batches have.
+            batch = rearrange(torch.from_numpy(pixels), "b h w c -> b c h w")
+            probabilities[start:stop] = self.predict_batch(batch)
+        return probabilities
+
+    def predict_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
+        """Give each of a Loader's batches with the probabilities (B, K) of its images."""
+        for batch in batches:
+            yield batch, self.predict_batch(batch.images)
+
+    @torch.inference_mode()
+    def predict_batch(self, images: torch.Tensor) -> NDArray[np.float32]:
+        """Give the probabilities of images that are preprocessed.
+
+        Args:
+            images: uint8 (B, C, h, w), as a Loader gives them; B may be 0.
+
+        Returns:
+            float32 (B, K).
+        """
+        if not len(images):
+            return np.empty((0, len(self.classes)), np.float32)
+        inputs = self.preprocess.normalize(images.to(self.device, non_blocking=True))
+        # A caller's autocast would cost the last digits.
+        with torch.autocast(self.device.type, enabled=False):
+            logits: torch.Tensor = self.network(inputs)
+        return logits.softmax(dim=1).cpu().numpy()
+
+    def _prepare(self, image: ImageLike, index: int) -> NDArray[np.uint8]:
+        if isinstance(image, str | os.PathLike):
+            return self.preprocess.apply(read_image(image))
+        if isinstance(image, Image.Image):
+            if image.mode not in _MODES:
+                raise InputError(f"image {index} has mode {image.mode}: give its path, or picture.convert('RGB')")
+            return self.preprocess.apply(np.asarray(ImageOps.exif_transpose(image).convert("RGB")))
+        if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+            raise InputError(f"image {index} is {what}: give a path or RGB pixels as a uint8 array (H, W, 3)")
+        return self.preprocess.apply(image)

@@ -1,0 +1,149 @@
+"""Scaled dot-product attention: one pure function for every kind, and its multi-head module.
+
+Legend: `N` queries, `M` keys and values, `d` width of a query and a key, `e` width of a value.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from vitlab.errors import InputError
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Give each query the average of the values, weighted by how well its key matches.
+
+    Tokens are rows here: `softmax(Q K^T / sqrt(d), over the last axis) V`. Papers that write tokens as columns mean the
+    same with every matrix transposed: `V softmax(K^T Q / sqrt(d), over the first axis)`, one column a query.
+
+    Args:
+        query: `(..., N, d)`.
+        key: `(..., M, d)`; M differs from N in cross attention.
+        value: `(..., M, e)`.
+        bias: added to the scaled scores, broadcast to `(..., N, M)`; -inf hides a key from a query.
+        key_padding_mask: bool, True is padding: `(B, M)` where the inputs' first axis is B, `(M,)` without such an axis.
+        causal: hide what comes after a query; the N queries stand at the last N of the M positions.
+
+    Returns:
+        `(..., N, e)` in the values' dtype; a query that sees no key at all gets zeros.
+
+    Source: arXiv:1706.03762, eq. 1. Differs: the query is scaled before the product, so that float16 does not overflow.
+    """
+    if _explicit_is_faster(query, key, value):
+        weights = attention_weights(query, key, bias=bias, key_padding_mask=key_padding_mask, causal=causal)
+        return weights.to(value.dtype) @ value
+    only_causal = causal and bias is None and key_padding_mask is None and query.shape[-2] == key.shape[-2]
+    mask = None if only_causal else _score_mask(query, key, bias, key_padding_mask, causal=causal)
+    if mask is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=only_causal)
+    mask, sees_nothing = _open_empty_rows(mask)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).masked_fill(sees_nothing, 0.0)
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    bias: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Give the weights `(..., N, M)` by which `attention` averages the values; arguments as there.
+
+    Returns:
+        Weights of which each row sums to 1, or to 0 for a query that sees no key.
+    """
+    scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)  # (..., N, M)
+    mask = _score_mask(query, key, bias, key_padding_mask, causal=causal)
+    if mask is None:
+        return scores.softmax(dim=-1)
+    mask, sees_nothing = _open_empty_rows(mask)
+    return (scores + mask).softmax(dim=-1).masked_fill(sees_nothing, 0.0)
+
+
+def _explicit_is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether two matrix products and a softmax beat torch's fused attention.
+
+    They do in one case: training in bf16 or fp16 on a CPU, where the fused backward pass takes two to four times as
+    long up to a few hundred tokens. Everywhere else the fused kernels are as fast or faster, and need less memory.
+    """
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return differentiated and query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _score_mask(
+    query: Tensor, key: Tensor, bias: Tensor | None, key_padding_mask: Tensor | None, *, causal: bool
+) -> Tensor | None:
+    """Join bias, padding and causality in one tensor to add to the scores, no larger than they need together."""
+    N, M = query.shape[-2], key.shape[-2]
+    mask = None if bias is None else bias.to(query.dtype)
+    hidden = None
+    if key_padding_mask is not None:
+        batch_axes = key_padding_mask.shape[:-1]
+        between = (1,) * (query.ndim - key_padding_mask.ndim)
+        hidden = key_padding_mask.reshape(*batch_axes, *between, M)  # (B, 1, ..., 1, M)
+    if causal:
+        future = torch.ones(N, M, dtype=torch.bool, device=query.device).triu(M - N + 1)
+        hidden = future if hidden is None else hidden | future
+    if hidden is None:
+        return mask
+    open_scores = query.new_zeros(()) if mask is None else mask
+    return torch.where(hidden, query.new_full((), -torch.inf), open_scores)
+
+
+def _open_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Open the rows of a score mask that hide every key, and tell which they are, `(..., N or 1, 1)`.
+
+    A softmax over nothing but -inf is NaN, in the backward pass too; the caller zeroes these rows afterwards.
+    """
+    sees_nothing: Tensor = mask.isneginf().all(dim=-1, keepdim=True)
+    return mask.masked_fill(sees_nothing, 0.0), sees_nothing
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    """Raise InputError where the width does not split evenly into heads."""
+    if dim % num_heads:
+        below = dim - dim % num_heads
+        fitting = f"{below} or {below + num_heads}" if below else f"{num_heads}"
+        raise InputError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}: use {fitting}")
+
+
+class MultiHeadAttention(nn.Module):
+    """Let every token attend to every token, with several heads of their own projections.
+
+    Parameters bear timm's names: `qkv` (rows: queries, keys, values, each head by head) and `proj`.
+
+    Source: arXiv:1706.03762, sec. 3.2.2.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool = True, drop_rate: float = 0.0) -> None:
+        """Build the projections.
+
+        Args:
+            dim: width D of the tokens, a multiple of num_heads.
+            num_heads: heads, each of width D / num_heads.
+            qkv_bias: whether queries, keys and values have a bias; the output projection always has one.
+            drop_rate: dropout after the output projection.
+        """
+        super().__init__()
+        check_heads(dim, num_heads)
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(drop_rate)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens `(B, N, D)` to `(B, N, D)`."""
+        query, key, value = rearrange(self.qkv(tokens), "b n (three h d) -> three b h n d", three=3, h=self.num_heads)
+        heads = attention(query, key, value)
+        mixed: Tensor = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
+        return mixed

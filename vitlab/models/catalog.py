@@ -1,0 +1,61 @@
+"""Names of networks, and the one function that builds them."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from vitlab.errors import InputError
+from vitlab.models.network import Network
+from vitlab.models.vit import VIT_SIZES, VisionTransformer
+
+# Each architecture: its network, built from its config alone, and the configs that have a name.
+_ARCHITECTURES: tuple[tuple[Callable[[Any], Network], Mapping[str, Any]], ...] = ((VisionTransformer, VIT_SIZES),)
+
+
+def list_models() -> list[str]:
+    """Give every name that `create_model` takes, architecture by architecture, small to large."""
+    return [name for _, sizes in _ARCHITECTURES for name in sizes]
+
+
+def create_model(
+    name: str,
+    *,
+    num_classes: int = 1000,
+    image_size: int | tuple[int, int] | None = None,
+    in_channels: int = 3,
+    **overrides: Any,
+) -> Network:
+    """Build a network with fresh weights.
+
+    Args:
+        name: one of `list_models()`.
+        num_classes: number K of logits.
+        image_size: side, or (height, width), in pixels; default: the named network's own.
+        in_channels: channels C of the images.
+        **overrides: other fields of the architecture's config, such as `depth=6`.
+
+    Returns:
+        The network on the CPU (or on the device of an enclosing `with torch.device(...)`), in training mode.
+
+    Raises:
+        InputError: an unknown name or field (the message gives the valid ones and the nearest), or a value that does
+            not fit.
+    """
+    named = {name: (network, config) for network, sizes in _ARCHITECTURES for name, config in sizes.items()}
+    if name not in named:
+        raise InputError(f"unknown model {name}{_nearest(name, named)}")
+    build, config = named[name]
+    valid = [field.name for field in dataclasses.fields(config)]
+    for field in overrides:
+        if field not in valid:
+            raise InputError(f"unknown field {field} of {name}{_nearest(field, valid)}")
+    size = {} if image_size is None else {"image_size": image_size}
+    network = build(dataclasses.replace(config, num_classes=num_classes, in_channels=in_channels, **size, **overrides))
+    network.name = name
+    return network
+
+
+def _nearest(word: str, valid: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(word, valid, n=1)
+    return (f": did you mean {nearest[0]}?" if nearest else ":") + f" Valid are {', '.join(valid)}"

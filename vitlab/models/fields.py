@@ -1,0 +1,71 @@
+"""Checks of an architecture's config: each field against its declared type, and the ranges that many share."""
+
+import math
+import types
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from vitlab.errors import InputError
+
+
+def conform_fields(config: Any) -> None:
+    """Check a frozen config's fields against their types, as values from YAML or a command line need it.
+
+    A list becomes a tuple and a whole number a float where the field says so; nothing else is converted.
+
+    Args:
+        config: a dataclass instance; its fields are int, float, bool, str, Literal, tuples of those, or unions of them.
+
+    Raises:
+        InputError: a value of another type; the message names the field, the value and what it takes.
+    """
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        fitting = [converted for kind in _kinds(hint) if (converted := _convert(value, kind)) is not None]
+        if not fitting:
+            raise InputError(f"{name} is {value!r}: give {' or '.join(_describe(kind) for kind in _kinds(hint))}")
+        object.__setattr__(config, name, fitting[0])
+
+
+def require_positive(config: Any, *names: str) -> None:
+    """Raise InputError where a number, or a number of a tuple, is not above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if any(number <= 0 for number in (value if isinstance(value, tuple) else (value,))):
+            raise InputError(f"{name} is {value}: give more than 0")
+
+
+def require_fractions(config: Any, *names: str) -> None:
+    """Raise InputError where a number is not from 0 to 1."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0.0 <= value <= 1.0:
+            raise InputError(f"{name} is {value}: give a number from 0 to 1")
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """Give the value as the kind holds it, or None where it is of another kind; a bool is never a number here."""
+    if get_origin(kind) is Literal:
+        return value if value in get_args(kind) else None
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        if not isinstance(value, list | tuple) or len(value) != len(items):
+            return None
+        converted = tuple(_convert(item, item_kind) for item, item_kind in zip(value, items, strict=True))
+        return None if None in converted else converted
+    if isinstance(value, bool):
+        return value if kind is bool else None
+    if kind is float:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return value if isinstance(value, kind) else None
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"{len(get_args(kind))} values, each {_describe(get_args(kind)[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]

@@ -1,0 +1,70 @@
+"""What the commands other than `train` take; standard library only. The field docstrings are the help texts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vitlab.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Score a model file on a split."""
+
+    checkpoint: str
+    """Model file, or a run folder for its best.safetensors."""
+    data: str
+    """Folder of images, folder of CIFAR batches, or `digits`."""
+    split: Literal["train", "val", "test", "all"] = "val"
+    """Which images; `val` of a folder without one is the part that training cut off, `all` is a flat folder whole."""
+    json: str | None = None
+    """Write all scores to this file, as fractions."""
+    confusion: str | None = None
+    """Draw the confusion matrix to this PNG file."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """At an unreadable image: `stop`, or `skip` it, list it and end with exit code 3."""
+    batch_size: int = 64
+    """Images at a time; the scores do not depend on it."""
+    workers: int | None = None
+    """Loader processes; default: one less than the cores, at most 8."""
+    device: str = "auto"
+    """`auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_positive("batch_size", self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Classify image files and folders of them."""
+
+    checkpoint: str
+    """Model file, or a run folder for its best.safetensors."""
+    paths: list[str]
+    """Image files, and folders that are searched to any depth."""
+    out: str | None = None
+    """File for the rows: .csv, .jsonl or .parquet; default: a table on the terminal."""
+    top_k: int = 5
+    """Classes in a row, the likeliest first; at most as many as the model knows."""
+    batch_size: int = 32
+    """Images at a time; the numbers do not depend on it."""
+    workers: int | None = None
+    """Loader processes; default: one less than the cores, at most 8."""
+    device: str = "auto"
+    """`auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_positive("batch_size", self.batch_size)
+        _check_positive("top_k", self.top_k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions:
+    """List the networks that can be trained."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise InputError(f"--{name} is {value}: give 1 or more")

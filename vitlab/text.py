@@ -1,0 +1,23 @@
+"""Strings for people: what is safe on a terminal, and readable lengths of time."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey or could not encode, such as an escape sequence in a file's name."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def duration(seconds: float) -> str:
+    """Write a length of time as `0:07`, `12:34` or `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def say(console: "Console", line: str) -> None:
+    """Print one line as it is: no markup, no colours of its own, no wrapping, nothing that a terminal would obey."""
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

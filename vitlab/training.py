@@ -1,0 +1,279 @@
+"""Training as one call: from a configuration to a finished run folder."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from vitlab.config import RunConfig
+from vitlab.data.augment import Mixer, TrainTransform
+from vitlab.data.datasets import Dataset, fingerprint, load_dataset
+from vitlab.data.loader import Loader
+from vitlab.data.preprocess import EvalTransform, Preprocess
+from vitlab.engine import figures
+from vitlab.engine.device import resolve_device
+from vitlab.engine.evaluator import Scores
+from vitlab.engine.keeper import Keeper
+from vitlab.engine.monitor import Monitor
+from vitlab.engine.objectives import build_objective
+from vitlab.engine.optim import build_optimizer, build_schedule
+from vitlab.engine.run_folder import RunFolder, flatten, open_run
+from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
+from vitlab.engine.trainer import Trainer, TrainingData, count_steps
+from vitlab.errors import InputError
+from vitlab.models.catalog import create_model
+from vitlab.models.files import load_model, save_model
+from vitlab.models.network import Network
+from vitlab.models.weights import load_weights
+from vitlab.seeds import derive_seed
+from vitlab.text import duration, say
+
+_PREVIEW_IMAGES = 16
+_CURVES = ("val/top1", "val/loss", "train/loss")
+
+
+def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
+    """Train as configured: read the data, build the network, fit, score, save.
+
+    Args:
+        config: everything that the run depends on.
+        console: where progress is shown; default: nowhere.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        InputError: the configuration, the data or an image is wrong.
+        RunError: the loss is not finite, or a loader process died.
+        Interrupted: a signal came; the state is saved, and the same call goes on.
+    """
+    console = console or Console(quiet=True)
+    began = time.perf_counter()
+    device = resolve_device(config.train.device)
+    dataset = load_dataset(
+        config.data.root,
+        val_fraction=config.data.val_fraction,
+        seed=config.train.seed,
+        allow_empty_classes=config.data.allow_empty_classes,
+        download=config.data.download,
+    )
+    for note in dataset.notes:
+        say(console, note)
+    network = _build_network(config, dataset, console).to(device)
+    data = _build_data(config, dataset, network)
+    folder, state = open_run(
+        config, stem=f"{config.model.name}-{Path(config.data.root).name}", say=lambda line: say(console, line)
+    )
+    with data.train, data.val:
+        trainer = _build_trainer(config, dataset, network, data, folder, console)
+        if state is not None:
+            _go_on(trainer, state, console)
+        if state is None or state.parent != folder.resume:
+            _start(folder, config, trainer)
+        trainer.monitor.events = _open_logs(config, folder, trainer)
+        _describe(console, config, dataset, trainer)
+        try:
+            trainer.fit(on_evaluation=lambda scores: _show_confusion(trainer, scores, folder))
+        finally:
+            if folder.metrics.exists():
+                figures.plot_results(folder.metrics, folder.results, title=folder.path.name)
+    _conclude(console, folder, time.perf_counter() - began)
+    return folder.path
+
+
+def _build_network(config: RunConfig, dataset: Dataset, console: Console) -> Network:
+    K = len(dataset.classes)
+    if config.model.num_classes not in (None, K):
+        raise InputError(
+            f"model.num_classes is {config.model.num_classes}, and {config.data.root} has {K} classes "
+            f"({', '.join(dataset.classes[:5])}{', ...' if K > 5 else ''}): leave it out or give {K}"
+        )
+    torch.manual_seed(derive_seed(config.train.seed, "weights"))
+    network = create_model(
+        config.model.name,
+        num_classes=K,
+        image_size=config.model.image_size or dataset.native_size,
+        in_channels=config.data.channels,
+        **config.model.overrides,
+    )
+    if config.model.weights is not None:
+        say(console, load_weights(network, config.model.weights).summary())
+    if config.train.grad_checkpointing:
+        network.set_grad_checkpointing()
+    return network
+
+
+def _build_data(config: RunConfig, dataset: Dataset, network: Network) -> TrainingData:
+    data, batch_size, seed = config.data, config.train.batch_size, config.train.seed
+    preprocess = Preprocess(
+        image_size=network.image_size,
+        resize_mode=data.resize_mode,
+        crop_fraction=data.crop_fraction,
+        interpolation=data.interpolation,
+        mean=data.mean,
+        std=data.std,
+        channels=data.channels,
+    )
+    train = Loader(
+        dataset.splits["train"],
+        TrainTransform(config.augment, preprocess),
+        batch_size=batch_size,
+        seed=seed,
+        workers=data.workers,
+        shuffle=True,
+        on_error=data.on_error,
+    )
+    val = Loader(
+        dataset.splits["val"], EvalTransform(preprocess), batch_size=batch_size, workers=data.workers, on_error=data.on_error
+    )
+    mixer = Mixer(config.augment, len(dataset.classes))
+    return TrainingData(train=train, val=val, classes=dataset.classes, preprocess=preprocess, mixer=mixer)
+
+
+def _build_trainer(
+    config: RunConfig, dataset: Dataset, network: Network, data: TrainingData, folder: RunFolder, console: Console
+) -> Trainer:
+    origin = {
+        "name": Path(config.data.root).name,
+        "val_fraction": config.data.val_fraction,
+        "seed": config.train.seed,
+        "fingerprint": fingerprint(dataset),
+    }
+
+    def save(path: Path, *, metrics: dict[str, Any], weights: str) -> None:
+        save_model(
+            path,
+            network,
+            classes=data.classes,
+            preprocess=data.preprocess,
+            metrics=metrics,
+            weights=weights,
+            data=origin,
+        )
+
+    keeper = Keeper(folder, config=config.to_dict(), save_model=save, every_steps=config.train.checkpoint_every_steps)
+    monitor = Monitor(
+        folder.metrics,
+        log_every_steps=config.monitor.log_every_steps,
+        total_epochs=None if config.train.steps else config.train.epochs,
+        console=console,
+    )
+    return Trainer(
+        build_objective(config.objective, network),
+        build_optimizer(config.optim, network),
+        build_schedule(config.optim, count_steps(config.train, len(data.train))),
+        data=data,
+        config=config.train,
+        clip_grad=config.optim.clip_grad,
+        keeper=keeper,
+        monitor=monitor,
+    )
+
+
+def _go_on(trainer: Trainer, state: Path, console: Console) -> None:
+    """Put the trainer where a state stands; a state of another folder brings its run's best file and curves along."""
+    trainer.keeper.resume(trainer, state)
+    folder = trainer.keeper.folder
+    if trainer.done:
+        raise InputError(
+            f"the run of {state} is finished: give another train.run_dir for a new one, or more train.epochs to go on"
+        )
+    say(console, f"going on from {state}")
+    if state.parent == folder.resume:
+        return
+    old = RunFolder(state.parent.parent)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for path in (old.metrics, old.tensorboard / EVENTS_NAME):
+        if path.exists():
+            copy = folder.path / path.relative_to(old.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+    if old.best.exists() and load_model(old.best).metrics["step"] == trainer.progress.best_step:
+        shutil.copyfile(old.best, folder.best)
+    else:
+        trainer.progress.best_rank = None
+
+
+def _start(folder: RunFolder, config: RunConfig, trainer: Trainer) -> None:
+    """Make the folder of a new run, with the configuration that repeats it."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(config.to_yaml(), encoding="utf-8")
+    figures.save_image(folder.train_batch, _preview(config, trainer.data))
+
+
+def _preview(config: RunConfig, data: TrainingData) -> Any:
+    """Draw the first training images as the network sees them, mixed where the run mixes."""
+    loader = Loader(
+        data.train.split,
+        data.train.transform,
+        batch_size=_PREVIEW_IMAGES,
+        seed=config.train.seed,
+        workers=0,
+        shuffle=True,
+        on_error="skip",
+    )
+    batch = next(iter(loader.epoch(0)))
+    names = [data.classes[label] for label in batch.labels.tolist()]
+    images = batch.images
+    if data.mixer.enabled and len(images):
+        torch.manual_seed(derive_seed(config.train.seed, "preview"))
+        images, shares = data.mixer(images.float(), batch.labels)
+        images = images.round().clamp(0, 255).to(torch.uint8)
+        names = [_mixed_name(data.classes, row) for row in shares]
+    return figures.image_grid(images.numpy(), names)
+
+
+def _mixed_name(classes: tuple[str, ...], shares: torch.Tensor) -> str:
+    top = shares.topk(min(2, len(shares)))
+    named = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+    return " + ".join(f"{share:.0%} {classes[index]}" for share, index in named if share > 0)
+
+
+def _open_logs(config: RunConfig, folder: RunFolder, trainer: Trainer) -> EventLog | None:
+    """Cut the curves to the steps that the run has behind it, and open them for more."""
+    step = trainer.progress.step
+    cut_metrics(folder.metrics, step)
+    if not config.monitor.tensorboard:
+        return None
+    events = EventLog(folder.tensorboard, keep_steps=step)
+    if events.is_new:
+        events.hparams(flatten(config.to_dict()), _CURVES)
+        events.text("config", f"```yaml\n{config.to_yaml()}```")
+        events.image(0, "train/batch", figures.load_image(folder.train_batch))
+    return events
+
+
+def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Trainer) -> None:
+    network = trainer.objective.network
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    sizes = ", ".join(f"{name} {len(split)}" for name, split in dataset.splits.items())
+    H, W = network.image_size
+    precision = "fp32" if trainer.autocast is None else str(trainer.autocast).removeprefix("torch.")
+    say(console, f"{config.model.name}: {parameters:,} parameters, images {H}x{W}, on {trainer.device} in {precision}")
+    say(console, f"{config.data.root}: {len(dataset.classes)} classes, images: {sizes}")
+    say(console, f"run: {trainer.keeper.folder.path}")
+
+
+def _show_confusion(trainer: Trainer, scores: Scores, folder: RunFolder) -> None:
+    """Draw the confusion matrix of the best evaluation, and log that of each."""
+    confusion, classes = scores.confusion.numpy(), scores.classes
+    if trainer.progress.best_step == trainer.progress.step:
+        figures.plot_confusion(confusion, classes, folder.confusion)
+    if trainer.monitor.events is not None:
+        picture = figures.confusion_image(confusion, classes)
+        trainer.monitor.events.image(trainer.progress.step, "val/confusion", picture)
+        trainer.monitor.events.flush()
+
+
+def _conclude(console: Console, folder: RunFolder, seconds: float) -> None:
+    best = load_model(folder.best).metrics
+    say(
+        console,
+        f"best: val top-1 {best['top1']:.2%}, loss {best['loss']:.4f} at epoch {best['epoch']}, "
+        f"of {best['count']} images; {duration(seconds)} in all",
+    )
+    say(console, f"curves: {folder.results}, or tensorboard --logdir {folder.path}")
+    say(console, f"run: {folder.path}")
