@@ -30,7 +30,7 @@ def fails(capsys, *arguments: str) -> str:
         (["train", "--train.precision", "fp1"], "--train.precision is fp1: give one of auto, fp32, bf16, fp16"),
         (["train", "--train.epochs", "0"], "train.epochs is 0: give more than 0"),
         (["train", "--data.val_fraction", "3"], "data.val_fraction is 3.0: give a number between 0 and 1"),
-        (["train", "--optim.lr", "nan"], "optim.lr is nan: give more than 0"),
+        (["train", "--optim.lr", "nan"], "--optim.lr is nan: give a number"),
         (["train", "--optim.lr", "-1"], "optim.lr is -1.0: give more than 0"),
         (["train", "--data.channels", "4"], "--data.channels is 4: give one of 1, 3"),
         (["train", "--data.root", "x", "--data.channels", "1"], "data.mean has 3 values for data.channels 1"),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def evaluate(options: EvaluateOptions) -> int:
         workers=options.workers,
         on_error=options.on_error,
     )
-    with loader, _bar(console, "evaluating", len(split)) as advance:
+    with closing(loader), _bar(console, "evaluating", len(split)) as advance:
         scores = score(
             Classification(model.network),
             loader.epoch(0),
@@ -101,13 +101,14 @@ def models(options: ModelsOptions) -> int:
         with torch.device("meta"):
             network = create_model(name)
         count = sum(parameter.numel() for parameter in network.parameters())
-        rows.append({"name": name, "parameters": count, "image_size": list(network.image_size)})
+        rows.append((name, count, network.image_size))
     if options.json:
-        print(json.dumps(rows, indent=1))
+        keys = ("name", "parameters", "image_size")
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
         return 0
     table = Table("name", "parameters", "native size")
-    for row in rows:
-        table.add_row(row["name"], f"{row['parameters']:,}", "x".join(map(str, row["image_size"])))
+    for name, count, (height, width) in rows:
+        table.add_row(name, f"{count:,}", f"{height}x{width}")
     Console().print(table)
     return 0
 

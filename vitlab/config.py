@@ -13,6 +13,8 @@ from vitlab.errors import InputError
 
 ResizeMode = Literal["crop", "squash", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
+WeightsKind = Literal["raw", "ema"]
+"""The trained weights, or their moving average."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -261,7 +263,8 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Give nested plain dictionaries and lists, as YAML and JSON hold them."""
-        return _plain(dataclasses.asdict(self))
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
 
     def to_yaml(self) -> str:
         """Give the configuration as YAML without `run_dir` and `resume`: where a run lies does not change it."""

@@ -2,13 +2,14 @@
 
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from vitlab.config import RunConfig
+from vitlab.config import RunConfig, WeightsKind
 from vitlab.data.augment import Mixer, TrainTransform
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
 from vitlab.data.loader import Loader
@@ -67,12 +68,12 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
     folder, state = open_run(
         config, stem=f"{config.model.name}-{Path(config.data.root).name}", say=lambda line: say(console, line)
     )
-    with data.train, data.val:
+    with closing(data.train), closing(data.val):
         trainer = _build_trainer(config, dataset, network, data, folder, console)
         if state is not None:
             _go_on(trainer, state, console)
         if state is None or state.parent != folder.resume:
-            _start(folder, config, trainer)
+            _start(folder, config, dataset, data)
         trainer.monitor.events = _open_logs(config, folder, trainer)
         _describe(console, config, dataset, trainer)
         try:
@@ -127,7 +128,11 @@ def _build_data(config: RunConfig, dataset: Dataset, network: Network) -> Traini
         on_error=data.on_error,
     )
     val = Loader(
-        dataset.splits["val"], EvalTransform(preprocess), batch_size=batch_size, workers=data.workers, on_error=data.on_error
+        dataset.splits["val"],
+        EvalTransform(preprocess),
+        batch_size=batch_size,
+        workers=data.workers,
+        on_error=data.on_error,
     )
     mixer = Mixer(config.augment, len(dataset.classes))
     return TrainingData(train=train, val=val, classes=dataset.classes, preprocess=preprocess, mixer=mixer)
@@ -143,7 +148,7 @@ def _build_trainer(
         "fingerprint": fingerprint(dataset),
     }
 
-    def save(path: Path, *, metrics: dict[str, Any], weights: str) -> None:
+    def save(path: Path, *, metrics: dict[str, Any], weights: WeightsKind) -> None:
         save_model(
             path,
             network,
@@ -197,18 +202,18 @@ def _go_on(trainer: Trainer, state: Path, console: Console) -> None:
         trainer.progress.best_rank = None
 
 
-def _start(folder: RunFolder, config: RunConfig, trainer: Trainer) -> None:
+def _start(folder: RunFolder, config: RunConfig, dataset: Dataset, data: TrainingData) -> None:
     """Make the folder of a new run, with the configuration that repeats it."""
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config.to_yaml(), encoding="utf-8")
-    figures.save_image(folder.train_batch, _preview(config, trainer.data))
+    figures.save_image(folder.train_batch, _preview(config, dataset, data))
 
 
-def _preview(config: RunConfig, data: TrainingData) -> Any:
+def _preview(config: RunConfig, dataset: Dataset, data: TrainingData) -> Any:
     """Draw the first training images as the network sees them, mixed where the run mixes."""
     loader = Loader(
-        data.train.split,
-        data.train.transform,
+        dataset.splits["train"],
+        TrainTransform(config.augment, data.preprocess),
         batch_size=_PREVIEW_IMAGES,
         seed=config.train.seed,
         workers=0,

@@ -12,7 +12,7 @@ import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
-from vitlab.data.splits import ArraySplit
+from vitlab.data.splits import ArrayData, ArraySplit
 from vitlab.errors import InputError
 
 IMAGE_SIZE = (32, 32)
@@ -64,16 +64,6 @@ LAYOUTS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Cifar:
-    """A CIFAR data set in memory."""
-
-    folder: Path
-    classes: tuple[str, ...]
-    train: ArraySplit
-    test: ArraySplit
-
-
 def find_cifar(root: Path) -> tuple[Path, CifarLayout] | None:
     """Find the batch folder: `root` itself or one inside it that bears an archive's name; None where there is none.
 
@@ -90,7 +80,7 @@ def find_cifar(root: Path) -> tuple[Path, CifarLayout] | None:
     return found[0] if found else None
 
 
-def load_cifar(folder: Path, layout: CifarLayout) -> Cifar:
+def load_cifar(folder: Path, layout: CifarLayout) -> ArrayData:
     """Read the batches of a folder.
 
     Raises:
@@ -98,15 +88,15 @@ def load_cifar(folder: Path, layout: CifarLayout) -> Cifar:
     """
     if missing := [name for name in layout.files if not (folder / name).is_file()]:
         raise InputError(
-            f"{folder} lacks {', '.join(missing)}: {layout.title} is {', '.join(layout.files)}; unpack its archive again"
+            f"{folder} lacks {', '.join(missing)}: {layout.title} needs {', '.join(layout.files)}; unpack it again"
         )
     classes = _class_names(folder / layout.meta, layout)
     train, test = (_read_batches(folder, names, layout) for names in (layout.train, layout.test))
-    return Cifar(
-        folder,
-        classes,
-        ArraySplit(name="train", images=train[0], labels=train[1], paths=train[2]),
-        ArraySplit(name="test", images=test[0], labels=test[1], paths=test[2]),
+    return ArrayData(
+        classes=classes,
+        train=ArraySplit(name="train", images=train[0], labels=train[1], paths=train[2]),
+        test=ArraySplit(name="test", images=test[0], labels=test[1], paths=test[2]),
+        native_size=IMAGE_SIZE,
     )
 
 
@@ -127,12 +117,14 @@ def _read_batches(
     images, labels, paths = [], [], []
     for name in names:
         path = folder / name
-        batch, classes = (
-            _read_binary(path, layout.labels) if isinstance(layout.labels, int) else _read_python(path, layout.labels)
-        )
+        if isinstance(layout.labels, int):
+            batch, classes = _read_binary(path, layout.labels)
+        else:
+            batch, classes = _read_python(path, layout.labels)
         if classes.size and not 0 <= classes.min() <= classes.max() < layout.num_classes:
             raise InputError(
-                f"{path} has labels from {classes.min()} to {classes.max()}: {layout.title} has 0 to {layout.num_classes - 1}"
+                f"{path} has labels from {classes.min()} to {classes.max()}: "
+                f"{layout.title} has 0 to {layout.num_classes - 1}; unpack it again"
             )
         images.append(rearrange(batch, "n (c h w) -> n h w c", c=3, h=IMAGE_SIZE[0]))  # red, green and blue planes
         labels.append(classes)
@@ -152,14 +144,14 @@ def _read_binary(path: Path, label_bytes: int) -> tuple[NDArray[np.uint8], NDArr
 
 def _read_python(path: Path, key: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     content = _unpickle(path)
-    data, labels = content.get("data"), content.get(key)
+    data, labels = content.get("data"), np.asarray(content.get(key))
     if not (isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 2 and data.shape[1] == _VALUES):
         raise InputError(f"{path} holds no `data` of uint8 (N, {_VALUES}): it is no CIFAR batch, or damaged")
-    if not (isinstance(labels, list) and len(labels) == len(data) and all(isinstance(label, int) for label in labels)):
+    if labels.shape != data.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
         raise InputError(
             f"{path} holds no `{key}` for each of its {len(data)} images: it is no CIFAR batch, or damaged"
         )
-    return data, np.array(labels, dtype=np.int64)
+    return data, labels.astype(np.int64)
 
 
 def _unpickle(path: Path) -> dict[str, Any]:
@@ -183,11 +175,21 @@ class _ArrayUnpickler(pickle.Unpickler):
             return np.empty(0).__reduce__()[0]  # wherever this numpy keeps it
         if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":
             return _array_from_buffer
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return getattr(np, name)
+        if (module, name) == ("numpy", "ndarray"):
+            return np.ndarray
+        if (module, name) == ("numpy", "dtype"):
+            return _dtype
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
             return _latin1_bytes
         raise InputError(f"its pickle asks for {module}.{name}, and no code of a data file is run")
+
+
+def _dtype(spec: str | bytes, align: int, copy: int) -> np.dtype[Any]:
+    # Python 2 wrote text as bytes and booleans as integers, which numpy 2.4 deprecates.
+    dtype: np.dtype[Any] = np.dtype(_text(spec), bool(align), bool(copy))
+    if dtype.hasobject:
+        raise InputError("its pickle holds an array of objects, and a CIFAR batch holds numbers")
+    return dtype
 
 
 def _array_from_buffer(buffer: Any, dtype: Any, shape: Any, order: Any) -> NDArray[Any]:

@@ -6,10 +6,19 @@ from typing import Literal
 
 import numpy as np
 
-from vitlab.data.cifar import IMAGE_SIZE, download_cifar, find_cifar, load_cifar
+from vitlab.data.cifar import download_cifar, find_cifar, load_cifar
 from vitlab.data.folders import LAYOUT, load_folder_split, load_folders
 from vitlab.data.images import list_images
-from vitlab.data.splits import ArraySplit, Dataset, FileSplit, Split, cut_validation, fingerprint, match_classes
+from vitlab.data.splits import (
+    ArrayData,
+    ArraySplit,
+    Dataset,
+    FileSplit,
+    Split,
+    cut_validation,
+    fingerprint,
+    match_classes,
+)
 from vitlab.errors import InputError
 
 __all__ = ["Dataset", "Split", "SplitName", "files_split", "fingerprint", "load_dataset", "load_split"]
@@ -40,18 +49,11 @@ def load_dataset(
     Raises:
         InputError: there is no such data set, or its layout is not one of those above.
     """
-    if root == "digits":
-        return _array_dataset(*_load_digits(), native_size=(8, 8), val_fraction=val_fraction, seed=seed)
-    folder = Path(root)
-    if download and not (folder.is_dir() and any(folder.iterdir())):
-        download_cifar(folder)
-    _check_folder(folder)
-    if cifar := find_cifar(folder):
-        data = load_cifar(*cifar)
-        return _array_dataset(
-            data.train, data.test, data.classes, native_size=IMAGE_SIZE, val_fraction=val_fraction, seed=seed
-        )
-    return load_folders(folder, val_fraction=val_fraction, seed=seed, allow_empty_classes=allow_empty_classes)
+    if download and root != "digits" and not _holds_anything(Path(root)):
+        download_cifar(Path(root))
+    if data := _load_arrays(root):
+        return _cut_arrays(data, val_fraction=val_fraction, seed=seed)
+    return load_folders(Path(root), val_fraction=val_fraction, seed=seed, allow_empty_classes=allow_empty_classes)
 
 
 def load_split(
@@ -73,22 +75,15 @@ def load_split(
     Raises:
         InputError: there is no such split, or it holds a class that the model does not know.
     """
-    folder = Path(root)
-    if root == "digits":
-        train, test, own = _load_digits()
-    else:
-        _check_folder(folder)
-        cifar = find_cifar(folder)
-        if cifar is None:
-            found, notes = load_folder_split(folder, split, classes=classes, val_fraction=val_fraction, seed=seed)
-            return found, tuple(notes)
-        data = load_cifar(*cifar)
-        train, test, own = data.train, data.test, data.classes
-    parts = _array_dataset(train, test, own, native_size=(0, 0), val_fraction=val_fraction, seed=seed)
+    data = _load_arrays(root)
+    if data is None:
+        found, lines = load_folder_split(Path(root), split, classes=classes, val_fraction=val_fraction, seed=seed)
+        return found, tuple(lines)
+    parts = _cut_arrays(data, val_fraction=val_fraction, seed=seed)
     if split not in parts.splits:
         raise InputError(f"{root} has {', '.join(parts.splits)} but no {split} split: evaluate one of those")
-    found, notes = match_classes(parts.splits[split], own, classes, str(root))
-    return found, (*parts.notes, *notes) if split != "test" else tuple(notes)
+    found, lines = match_classes(parts.splits[split], data.classes, classes, str(root))
+    return found, (*(parts.notes if split != "test" else ()), *lines)
 
 
 def files_split(paths: Iterable[str | Path]) -> Split:
@@ -101,32 +96,35 @@ def files_split(paths: Iterable[str | Path]) -> Split:
     return FileSplit(name="files", labels=np.full(len(images), -1, dtype=np.int64), paths=list(map(str, images)))
 
 
-def _check_folder(root: Path) -> None:
+def _load_arrays(root: str | Path) -> ArrayData | None:
+    """Read the built-in digits or CIFAR; None where root is a folder of image files."""
+    if root == "digits":
+        return _load_digits()
+    root = Path(root)
     if root.is_file():
-        raise InputError(f"data.root {root} is a file: give the folder that holds it; {LAYOUT}")
+        raise InputError(f"data.root {root} is a file: give the folder that holds the data set; {LAYOUT}")
     if not root.is_dir():
-        raise InputError(f"data.root {root} does not exist: give a folder of images or the built-in `digits`; {LAYOUT}")
+        offer = "; data.download fetches CIFAR" if "cifar" in root.name.lower() else ""
+        raise InputError(f"data.root {root} does not exist: give a folder or the built-in `digits`; {LAYOUT}{offer}")
+    cifar = find_cifar(root)
+    return load_cifar(*cifar) if cifar else None
 
 
-def _array_dataset(
-    train: ArraySplit,
-    test: ArraySplit,
-    classes: tuple[str, ...],
-    *,
-    native_size: tuple[int, int],
-    val_fraction: float,
-    seed: int,
-) -> Dataset:
-    train_rows, val_rows, note = cut_validation(train, classes, fraction=val_fraction, seed=seed)
+def _holds_anything(root: Path) -> bool:
+    return root.is_file() or (root.is_dir() and any(root.iterdir()))
+
+
+def _cut_arrays(data: ArrayData, *, val_fraction: float, seed: int) -> Dataset:
+    train_rows, val_rows, note = cut_validation(data.train, data.classes, fraction=val_fraction, seed=seed)
     splits: dict[str, Split] = {
-        "train": train.subset("train", train_rows),
-        "val": train.subset("val", val_rows),
-        "test": test,
+        "train": data.train.subset("train", train_rows),
+        "val": data.train.subset("val", val_rows),
+        "test": data.test,
     }
-    return Dataset(classes=classes, splits=splits, notes=(note,), native_size=native_size)
+    return Dataset(classes=data.classes, splits=splits, notes=(note,), native_size=data.native_size)
 
 
-def _load_digits() -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:
+def _load_digits() -> ArrayData:
     """Read scikit-learn's 1,797 digits of 8x8 pixels; a fixed fifth of each class is the test split."""
     from sklearn.datasets import load_digits
 
@@ -140,4 +138,9 @@ def _load_digits() -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:
     )
     classes = tuple(map(str, range(10)))
     rest, test, _ = cut_validation(digits, classes, fraction=0.2, seed=0)  # the same whatever the run's seed
-    return digits.subset("train", rest), digits.subset("test", test), classes
+    return ArrayData(
+        classes=classes,
+        train=digits.subset("train", rest),
+        test=digits.subset("test", test),
+        native_size=(8, 8),
+    )

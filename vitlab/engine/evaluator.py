@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitlab.config import WeightsKind
 from vitlab.data.images import ImageError
 from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess
@@ -22,8 +23,8 @@ class Scores:
     """
 
     classes: tuple[str, ...]
-    weights: str = "raw"
-    """Which weights were scored: `raw` or `ema`."""
+    weights: WeightsKind = "raw"
+    """Which weights were scored."""
     count: int = 0
     loss_sum: float = 0.0
     top_k_correct: int = 0
@@ -117,7 +118,7 @@ def evaluate(
     *,
     classes: tuple[str, ...],
     preprocess: Preprocess,
-    weights: str = "raw",
+    weights: WeightsKind = "raw",
     on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
     """Score an objective's network in float32 over batches of uint8 images.
@@ -130,7 +131,7 @@ def evaluate(
         batches: uint8 images (B, C, H, W), labels as indices (B,).
         classes: names in the order of the labels.
         preprocess: the model's own.
-        weights: `raw` or `ema`, for the record.
+        weights: which weights the network holds, for the record.
         on_batch: told the number of images after each batch.
 
     Raises:

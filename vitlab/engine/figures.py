@@ -165,12 +165,12 @@ def save_image(path: Path, image: Picture) -> None:
         raise InputError(f"{path} is no name for a picture: end it in .png or .jpg")
     data = io.BytesIO()
     Image.fromarray(image).save(data, format=formats[path.suffix.lower()], quality=92)
-    partial = path.with_name(f".{path.name}.partial")
+    aside = path.with_name(f".{path.name}.tmp")
     try:
-        partial.write_bytes(data.getbuffer())
-        os.replace(partial, path)
+        aside.write_bytes(data.getbuffer())
+        os.replace(aside, path)
     finally:
-        partial.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
 
 
 def load_image(path: Path) -> Picture:

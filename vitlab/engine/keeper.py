@@ -7,6 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vitlab.config import WeightsKind
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import capture, drop_old_states, list_states, load_state, restore, save_state
@@ -21,7 +22,7 @@ _KEEP_STATES = 2
 class SaveModel(Protocol):
     """Writes a model file; knows the run's classes, preprocessing and data."""
 
-    def __call__(self, path: Path, *, metrics: dict[str, Any], weights: str) -> None:
+    def __call__(self, path: Path, *, metrics: dict[str, Any], weights: WeightsKind) -> None:
         """Write the network's present weights to `path`."""
 
 

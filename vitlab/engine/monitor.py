@@ -90,7 +90,6 @@ class Monitor:
         self._images += report.images
         self._seconds += report.duration_s
         self._wait += report.data_wait * report.duration_s
-        self._last = report
         if self._bar is not None and self._task is not None:
             accuracy = progress.correct / max(progress.seen, 1)
             figures = (
@@ -130,11 +129,11 @@ class Monitor:
             "epoch": progress.epoch + 1,
             "train/loss": progress.loss_sum / seen,
             "train/accuracy": progress.correct / seen,
+            "train/lr": progress.lr,
+            "train/grad_norm": progress.grad_norm,
             "train/images_per_s": self._images / max(self._seconds, 1e-9),
             "train/data_wait": self._wait / max(self._seconds, 1e-9),
         }
-        if self._last is not None:
-            row |= {"train/lr": self._last.lr, "train/grad_norm": self._last.grad_norm}
         if progress.skipped:
             row["train/unreadable"] = progress.skipped
         val = {} if scores is None else {f"val/{key}": value for key, value in scores.summary().items()}
@@ -177,4 +176,3 @@ class Monitor:
 
     def _clear_epoch(self) -> None:
         self._images, self._seconds, self._wait = 0, 0.0, 0.0
-        self._last: StepReport | None = None

@@ -97,13 +97,12 @@ def build_optimizer(config: OptimConfig, network: Network) -> torch.optim.Optimi
         raise unknown_name("optim.name", config.name, list_optimizers())
     groups = parameter_groups(network, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
     betas = {} if config.betas is None else {"betas": config.betas}
-    try:
-        optimizer = create_optimizer_v2(
-            groups, opt=config.name, lr=config.lr, weight_decay=0.0, momentum=config.momentum, **betas
-        )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise InputError(f"optim.name {config.name} does not take these settings: {error}") from error
-    return optimizer  # type: ignore[no-any-return]
+    optimizer: torch.optim.Optimizer = create_optimizer_v2(
+        groups, opt=config.name, lr=config.lr, weight_decay=0.0, momentum=config.momentum, **betas
+    )
+    if betas and "betas" not in optimizer.defaults:
+        raise InputError(f"optim.betas is {config.betas}, and optim.name {config.name} has none: leave it out")
+    return optimizer
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -44,6 +44,10 @@ class Progress:
     """Sum over those images of the training loss."""
     correct: int = 0
     """Images among them whose likeliest class was the target's."""
+    lr: float = 0.0
+    """Learning rate of the last step."""
+    grad_norm: float = 0.0
+    """Norm of the last step's gradient before clipping."""
     best_rank: tuple[float, float] | None = None
     """Rank of the best evaluation so far, as the objective orders scores."""
     best_step: int = 0

@@ -141,6 +141,7 @@ class Trainer:
                 correct += _count_correct(step.outputs, batch.labels)
             self.monitor.unreadable(batch.errors)
         grad_norm = self._update(loss_sum) if total else 0.0
+        progress.lr, progress.grad_norm = lr, grad_norm
         progress.step += 1
         progress.batch += len(micro_batches)
         progress.seen += total
@@ -176,8 +177,8 @@ class Trainer:
 
     def _update(self, loss_sum: float) -> float:
         self.scaler.unscale_(self.optimizer)
-        parameters = [parameter for parameter in self.objective.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        parameters = list(self.objective.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad, norm)
         grad_norm, step = norm.item(), self.progress.step + 1

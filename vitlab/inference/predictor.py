@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -39,7 +40,7 @@ class Predictor:
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}: give 1 or more")
         self.device, self.batch_size = resolve_device(device), batch_size
-        file = load_model(checkpoint, device=self.device)
+        file = load_model(Path(checkpoint), device=self.device)
         self.network = file.network.float().eval()
         self.classes, self.preprocess = file.classes, file.preprocess
 

@@ -30,7 +30,7 @@ def attention(
         key: `(..., M, d)`; M differs from N in cross attention.
         value: `(..., M, e)`.
         bias: added to the scaled scores, broadcast to `(..., N, M)`; -inf hides a key from a query.
-        key_padding_mask: bool, True is padding: `(B, M)` where the inputs' first axis is B, `(M,)` without such an axis.
+        key_padding_mask: bool, True is padding; `(B, M)` where the inputs' first axis is B, or `(M,)`.
         causal: hide what comes after a query; the N queries stand at the last N of the M positions.
 
     Returns:

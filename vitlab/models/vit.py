@@ -218,7 +218,7 @@ class VisionTransformer(Network):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Give timm's patterns: embeddings, then block by block (`norm` with the last block), then what is left."""
         return {
-            "stem": r"^(cls_token|pos_embed|patch_embed)",
+            "stem": r"^(?:cls_token|pos_embed|patch_embed)",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 

@@ -1,0 +1,231 @@
+"""Loaders of uint8 batches whose order and augmentation are functions of seed and epoch, and of nothing else.
+
+A key (epoch, index, repeat) says all about a sample, so that worker processes hold no random state: the batches are
+the same for any number of workers, and after any interruption.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from einops import rearrange
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as TorchDataset
+
+from vitlab.data.images import ImageError
+from vitlab.data.splits import Split
+from vitlab.errors import InputError, RunError
+from vitlab.seeds import derive_seed
+
+Transform = Callable[[NDArray[np.uint8], int], NDArray[np.uint8]]
+"""(image uint8 (H, W, 3), seed) -> uint8 (h, w, C), always of the same size."""
+
+Key = tuple[int, int, int]
+"""(epoch, index, repeat); repeat tells apart several views of one image in an epoch."""
+
+_MAX_WORKERS = 8
+
+
+@dataclass
+class Batch:
+    """Images and what is known of them; B counts the images that could be read."""
+
+    images: torch.Tensor
+    """From the loader uint8 (B, C, h, w) in channels-last memory."""
+    labels: torch.Tensor
+    """int64 (B,), -1 where unknown; after mixing, float (B, K)."""
+    indices: torch.Tensor
+    """Position of each image in the split, int64 (B,)."""
+    errors: tuple[ImageError, ...] = ()
+    """What could not be read, and is not among the images."""
+
+    def pin_memory(self) -> "Batch":
+        """Move to page-locked memory; DataLoader calls this."""
+        return replace(
+            self,
+            images=self.images.pin_memory(),
+            labels=self.labels.pin_memory(),
+            indices=self.indices.pin_memory(),
+        )
+
+
+def default_workers() -> int:
+    """Give the number of loader processes where none is set: one less than the cores we may use, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores - 1, _MAX_WORKERS)
+
+
+class Loader:
+    """Reads, transforms and batches a split, epoch by epoch; one epoch runs at a time.
+
+    Every image comes once an epoch, so the last batch may be smaller. Worker processes start with the first epoch and
+    stay until `close`.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        transform: Transform,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        workers: int | None = 0,
+        shuffle: bool = False,
+        on_error: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        """Set up a loader; nothing is read yet.
+
+        Args:
+            split: images and labels.
+            transform: applied to each image, with a seed of its own.
+            batch_size: images in a batch.
+            seed: the run's seed.
+            workers: processes that read; 0 reads in this one, None takes `default_workers`.
+            shuffle: a new order every epoch; otherwise the split's order.
+            on_error: at an image that cannot be read, `stop` raises its ImageError, `skip` leaves it out and puts
+                the error into the batch.
+        """
+        self.num_images = len(split)
+        self.batch_size = batch_size
+        self.workers = default_workers() if workers is None else workers
+        self.on_error = on_error
+        self._keys = _KeySampler(self.num_images, batch_size, seed, shuffle=shuffle)
+        self._loader: DataLoader[Batch] = DataLoader(
+            _Samples(split, transform, seed),
+            batch_sampler=self._keys,
+            num_workers=self.workers,
+            collate_fn=_as_is,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_init_worker,
+            persistent_workers=self.workers > 0,
+            # Without one of its own, every new iterator draws from the main generator and shifts the training.
+            generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
+        )
+
+    def __len__(self) -> int:
+        """Give the number of batches in an epoch."""
+        return -(-self.num_images // self.batch_size)
+
+    def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
+        """Give the batches of an epoch.
+
+        Args:
+            epoch: number of the epoch, which order and augmentation depend on.
+            start_batch: first batch to give; the ones from there on are those of the whole epoch.
+
+        Raises:
+            ImageError: an image cannot be read, and `on_error` is `stop`.
+            RunError: a worker process died.
+        """
+        self._keys.epoch, self._keys.start_batch = epoch, start_batch
+        batches = self._start()
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
+                    raise
+                raise RunError(
+                    "a loader process died, as it does when memory or shared memory (/dev/shm) runs out: "
+                    f"set data.workers lower than {self.workers} (0 needs no shared memory), or enlarge it"
+                ) from error
+            if batch.errors and self.on_error == "stop":
+                raise batch.errors[0]
+            yield batch
+
+    def _start(self) -> Iterator[Batch]:
+        """Start an iterator, without the handler that torch installs for dying children.
+
+        That handler raises in the middle of whatever the main process does; left out, the loss shows within seconds
+        where a batch is fetched, and `epoch` can say what it means.
+        """
+        if self.workers == 0 or threading.current_thread() is not threading.main_thread():
+            return iter(self._loader)
+        handler = signal.getsignal(signal.SIGCHLD)
+        try:
+            return iter(self._loader)
+        finally:
+            signal.signal(signal.SIGCHLD, handler)
+
+    def close(self) -> None:
+        """End the worker processes; a later epoch starts new ones."""
+        iterator: Any = self._loader._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
+class _KeySampler(Sampler[list[Key]]):
+    """Batches of keys for the epoch that is set; it lives in the main process alone."""
+
+    def __init__(self, num_images: int, batch_size: int, seed: int, *, shuffle: bool) -> None:
+        self.num_images, self.batch_size, self.seed, self.shuffle = num_images, batch_size, seed, shuffle
+        self.epoch = 0
+        self.start_batch = 0
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        order = np.arange(self.num_images)
+        if self.shuffle:
+            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "order", self.epoch)))
+            order = generator.permutation(self.num_images)
+        for start in range(self.start_batch * self.batch_size, self.num_images, self.batch_size):
+            yield [(self.epoch, index, 0) for index in order[start : start + self.batch_size].tolist()]
+
+
+class _Samples(TorchDataset[Batch]):
+    """Turns keys into a batch, in a worker or in the main process."""
+
+    def __init__(self, split: Split, transform: Transform, seed: int) -> None:
+        self.split, self.transform, self.seed = split, transform, seed
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        pixels: list[NDArray[np.uint8]] = []
+        read: list[int] = []
+        errors: list[ImageError] = []
+        for epoch, index, repeat in keys:
+            try:
+                pixels.append(self._load(index, derive_seed(self.seed, "augment", epoch, index, repeat)))
+                read.append(index)
+            except ImageError as error:
+                errors.append(error)
+        # Where no image tells the size, a blank one does.
+        images = np.stack(pixels or [self.transform(np.zeros((1, 1, 3), dtype=np.uint8), 0)])[: len(read)]
+        return Batch(
+            images=rearrange(torch.from_numpy(images), "b h w c -> b c h w"),  # a view: channels-last memory
+            labels=torch.from_numpy(self.split.labels[read]),
+            indices=torch.tensor(read, dtype=torch.int64),
+            errors=tuple(errors),
+        )
+
+    def _load(self, index: int, seed: int) -> NDArray[np.uint8]:
+        image = self.split.read(index)
+        try:
+            return self.transform(image, seed)
+        except InputError as error:  # pixels that the transform cannot take, such as a ribbon
+            raise ImageError(self.split.paths[index], str(error)) from None
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _init_worker(worker: int) -> None:
+    """Give a worker one thread, and leave signals to the main process.
+
+    Ctrl-C and a group's SIGTERM reach workers too; ending before the main process has saved its state, they would
+    take the last batches, and the emergency save, with them. They end when they find it gone.
+    """
+    import cv2
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)

@@ -1,0 +1,294 @@
+"""The model file: weights and all that is needed to use them, in one safetensors file that never runs code.
+
+The record lies in the file's metadata under the key `vitlab`, a JSON object with `format`, `model` (name, config),
+`classes`, `preprocess`, `metrics`, `weights`, `data`, `version` and `sha256`: the hash of the whole file with its own
+digits as zeros, because a flipped bit in a safetensors file would otherwise load without a word.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+import vitlab
+from vitlab.data.preprocess import Preprocess
+from vitlab.errors import InputError, RunError
+from vitlab.models.catalog import create_model
+from vitlab.models.network import Network
+
+FORMAT = 1
+HEADER_LIMIT_BYTES = 16 * 2**20
+_KEY = "vitlab"
+_RECORD = ("format", "model", "classes", "preprocess", "metrics", "weights", "data", "version", "sha256")
+_NO_DIGITS = "0" * 64
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What a model file holds."""
+
+    network: Network
+    """In evaluation mode."""
+    classes: tuple[str, ...]
+    """Class names in the order of the logits."""
+    preprocess: Preprocess
+    metrics: dict[str, Any]
+    """Scores of these weights, as fractions."""
+    weights: Literal["raw", "ema"]
+    """Whether these are the trained weights or their moving average."""
+    data: dict[str, Any]
+    """Fingerprint of the training data."""
+    version: str
+    """Version of vitlab that wrote the file."""
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A safetensors file read into memory; verified where it is a model file of vitlab."""
+
+    path: Path
+    content: bytes
+    shapes: dict[str, tuple[int, ...]]
+    record: dict[str, Any] | None
+    """The vitlab record; None in a file from elsewhere."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give the tensors, on the CPU.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        try:
+            tensors: dict[str, Tensor] = safetensors.torch.load(self.content)
+        except (SafetensorError, ValueError, RuntimeError) as error:
+            raise _damaged(self.path, str(error)) from error
+        return tensors
+
+
+def checkpoint_path(path: str | Path) -> Path:
+    """Find the file that a path means: the file itself, or the `best.safetensors` of a run folder.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        best = path / "best.safetensors"
+        if not best.is_file():
+            raise InputError(
+                f"{path} holds no best.safetensors: give a model file, or the folder of a run that saved one"
+            )
+        return best
+    if not path.is_file():
+        raise InputError(f"no such file or run folder: {path}")
+    return path
+
+
+def save_model(
+    path: str | Path,
+    network: Network,
+    *,
+    classes: Sequence[str],
+    preprocess: Preprocess,
+    metrics: Mapping[str, Any],
+    weights: Literal["raw", "ema"] = "raw",
+    data: Mapping[str, Any],
+) -> None:
+    """Write a model file; at every moment `path` is the old file or the new one, whole.
+
+    Args:
+        path: the file, in a folder that exists.
+        network: its weights and config are saved.
+        classes: names in the order of the logits.
+        preprocess: how images become the network's input.
+        metrics: scores of these weights, plain JSON values.
+        weights: whether the network holds the trained weights or their moving average.
+        data: fingerprint of the training data, plain JSON values.
+
+    Raises:
+        RunError: the file cannot be written, or a weight is not finite; what was at `path` is still there.
+    """
+    path = Path(path)
+    assert len(classes) == network.num_classes, f"{len(classes)} class names for {network.num_classes} logits"
+    tensors = _plain_tensors(network, path)
+    record = {
+        "format": FORMAT,
+        "model": {"name": network.name, "config": network.config_dict()},
+        "classes": list(classes),
+        "preprocess": preprocess.to_dict(),
+        "metrics": dict(metrics),
+        "weights": weights,
+        "data": dict(data),
+        "version": vitlab.__version__,
+        "sha256": _NO_DIGITS,  # last, so that these digits are the header's last row of zeros
+    }
+    with _replacing(path) as aside:
+        safetensors.torch.save_file(tensors, aside, metadata={_KEY: _to_json(record)})
+        with aside.open("r+b") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            if len(header) > HEADER_LIMIT_BYTES:
+                raise RunError(
+                    f"{path} not written: its header would take {len(header):,} of {HEADER_LIMIT_BYTES:,} bytes"
+                )
+            file.seek(0)
+            digits = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(8 + header.rindex(_NO_DIGITS.encode()))
+            file.write(digits.encode())
+
+
+def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> ModelFile:
+    """Read a model file, or the best one of a run folder.
+
+    Args:
+        path: the file or folder.
+        device: where the network goes, wherever it was trained.
+
+    Raises:
+        InputError: there is no such file, it is not a model file of vitlab, it is damaged, or a newer vitlab wrote it.
+    """
+    file = read_safetensors(checkpoint_path(path))
+    if file.record is None:
+        raise InputError(
+            f"{file.path} is not a model file of vitlab: it holds weights alone; train from them with model.weights"
+        )
+    record = file.record
+    return ModelFile(
+        network=_build(file, record["model"]).to(device).eval(),
+        classes=tuple(record["classes"]),
+        preprocess=Preprocess.from_dict(record["preprocess"]),
+        metrics=record["metrics"],
+        weights=record["weights"],
+        data=record["data"],
+        version=record["version"],
+    )
+
+
+def _build(file: SafetensorsFile, model: dict[str, Any]) -> Network:
+    """Build the network that the record names, with the file's weights; compare shapes before any memory is taken."""
+    with torch.device("meta"):
+        skeleton = create_model(model["name"], **model["config"])
+    if file.shapes != {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}:
+        raise _damaged(file.path, "its weights do not fit its config")
+    with torch.random.fork_rng(devices=[]):  # the fresh weights are overwritten: their draws must not shift a run's
+        network = create_model(model["name"], **model["config"])
+    network.load_state_dict(file.tensors())
+    return network
+
+
+def read_safetensors(path: Path) -> SafetensorsFile:
+    """Read any safetensors file, once and whole; verify the hash where it is a model file of vitlab.
+
+    Raises:
+        InputError: the file cannot be read, is no safetensors file, is damaged, or a newer vitlab wrote it.
+    """
+    try:
+        with path.open("rb") as file:
+            header = _read_header(path, file)
+            file.seek(0)
+            content = file.read()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        entries = json.loads(header)
+        metadata = entries.pop("__metadata__", {})
+        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        record = json.loads(metadata[_KEY]) if _KEY in metadata else None
+        claims = None if record is None else (int(record["format"]), str(record["version"]), str(record["sha256"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, "its header cannot be read") from error
+    if record is not None and claims is not None:
+        _verify(path, content, header, *claims)
+        if missing := [key for key in _RECORD if key not in record]:
+            raise _damaged(path, f"its record lacks {', '.join(missing)}")
+    return SafetensorsFile(path=path, content=content, shapes=shapes, record=record)
+
+
+def _read_header(path: Path, file: IO[bytes]) -> bytes:
+    size = int.from_bytes(file.read(8), "little")
+    if size > HEADER_LIMIT_BYTES:
+        raise _damaged(path, f"a header of {size:,} bytes is above the limit of {HEADER_LIMIT_BYTES:,}")
+    return file.read(size)
+
+
+def _verify(path: Path, content: bytes, header: bytes, file_format: int, version: str, digits: str) -> None:
+    """Raise InputError unless this vitlab reads the format and the bytes give the hash that they claim."""
+    if file_format > FORMAT:
+        raise InputError(
+            f"{path} is in format {file_format}, written by vitlab {version}, and this vitlab {vitlab.__version__} "
+            f"reads up to format {FORMAT}: install a newer vitlab"
+        )
+    start = 8 + header.rfind(digits.encode(errors="replace"))
+    view = memoryview(content)
+    digest = hashlib.sha256(view[:start])
+    digest.update(_NO_DIGITS.encode())
+    digest.update(view[start + len(_NO_DIGITS) :])
+    if digest.hexdigest() != digits:
+        raise _damaged(path, "its bytes do not match their SHA-256")
+
+
+def _damaged(path: Path, reason: str) -> InputError:
+    return InputError(f"{path} is damaged, or no safetensors file: {reason}; take another copy or train again")
+
+
+def _plain_tensors(network: Network, path: Path) -> dict[str, Tensor]:
+    """Copy the weights: safetensors takes no tensors that share memory or lie in channels-last order."""
+    tensors = {}
+    for name, tensor in network.state_dict().items():
+        if not tensor.isfinite().all():
+            raise RunError(
+                f"{path} not written: {name} holds values that are not finite; an earlier file stays as it was"
+            )
+        tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return tensors
+
+
+def _to_json(record: dict[str, Any]) -> str:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a class folder whose name is not UTF-8 holds surrogates, which JSON can only escape
+        text = json.dumps(record, allow_nan=False)
+    return text
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a file to write beside `path`; afterwards flush it to the disk and put it in the place of `path`.
+
+    A file that a killed process left aside bears no suffix that anything reads, and the next save overwrites it.
+    """
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        try:
+            aside.unlink(missing_ok=True)
+            aside.touch()
+            usual_mode = aside.stat().st_mode & 0o777
+            yield aside
+            aside.chmod(usual_mode)  # safetensors leaves 0600, which shuts colleagues out
+            _flush(aside)
+            aside.replace(path)
+            _flush(path.parent)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"cannot write {path}: {reason}; an earlier file stays as it was") from error
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or the entries of a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
