@@ -71,6 +71,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.side < 1:
         parser.error(f"--side is {args.side}: give 1 or more pixels")
+    if not 0 < args.val_fraction < 1:
+        parser.error(f"--val_fraction is {args.val_fraction}: give a number between 0 and 1")
     return args
 
 

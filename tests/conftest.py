@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, MonitorConfig, OptimConfig, RunConfig, TrainConfig
+from vitlab.training import run_training
 
 COLORS = {"blue": (30, 40, 200), "green": (30, 180, 40), "red": (200, 40, 30)}
 
@@ -34,27 +36,34 @@ def color_folder(tmp_path_factory) -> Path:
     return root
 
 
+def tiny_config(data: Path, run_dir: Path, **changes) -> RunConfig:
+    """Give a small configuration, changed by dotted fields such as `train__epochs=2`."""
+    config = RunConfig(
+        model=ModelConfig(
+            name="vit_tiny",
+            image_size=(8, 12),
+            overrides={"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "drop_path_rate": 0.2},
+        ),
+        data=DataConfig(root=str(data), workers=0, resize_mode="squash"),
+        augment=AugmentConfig(crop="padded", crop_padding=1),
+        optim=OptimConfig(lr=3e-3),
+        train=TrainConfig(run_dir=str(run_dir), epochs=2, batch_size=8, precision="fp32"),
+        monitor=MonitorConfig(log_every_steps=1),
+    )
+    for key, value in changes.items():
+        section, field = key.split("__")
+        part = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
 @pytest.fixture
 def tiny_run(color_folder, tmp_path):
-    """A function that gives a small configuration, changed by dotted fields such as `train__epochs=2`."""
+    """Give `tiny_config` on the coloured images, with its run in the test's own folder."""
+    return partial(tiny_config, color_folder, tmp_path / "run")
 
-    def build(**changes) -> RunConfig:
-        config = RunConfig(
-            model=ModelConfig(
-                name="vit_tiny",
-                image_size=(8, 12),
-                overrides={"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "drop_path_rate": 0.2},
-            ),
-            data=DataConfig(root=str(color_folder), workers=0, resize_mode="squash"),
-            augment=AugmentConfig(crop="padded", crop_padding=1),
-            optim=OptimConfig(lr=3e-3),
-            train=TrainConfig(run_dir=str(tmp_path / "run"), epochs=2, batch_size=8, precision="fp32"),
-            monitor=MonitorConfig(log_every_steps=1),
-        )
-        for key, value in changes.items():
-            section, field = key.split("__")
-            part = dataclasses.replace(getattr(config, section), **{field: value})
-            config = dataclasses.replace(config, **{section: part})
-        return config
 
-    return build
+@pytest.fixture(scope="session")
+def finished_run(color_folder, tmp_path_factory) -> Path:
+    """Give the folder of a finished run; tests must not change it."""
+    return run_training(tiny_config(color_folder, tmp_path_factory.mktemp("finished") / "run", train__epochs=6))

@@ -1,8 +1,7 @@
 """What each command does: build the parts from its options, run them, say what came out."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,15 @@ def evaluate(options: EvaluateOptions) -> int:
         workers=options.workers,
         on_error=options.on_error,
     )
-    with closing(loader), _bar(console, "evaluating", len(split)) as advance:
+    with closing(loader), _progress(console) as progress:
+        task = progress.add_task("evaluating", total=len(split))
         scores = score(
             Classification(model.network),
             loader.epoch(0),
             classes=model.classes,
             preprocess=model.preprocess,
             weights=model.weights,
-            on_batch=advance,
+            on_batch=lambda images: progress.advance(task, images),
         )
     result = {"checkpoint": str(options.checkpoint), "data": options.data, "split": options.split, **scores.to_dict()}
     _print_scores(console, result)
@@ -80,13 +80,26 @@ def evaluate(options: EvaluateOptions) -> int:
 
 def predict(options: PredictOptions) -> int:
     """`vitlab predict`: classify files and folders, a row an image, sorted by path."""
-    from vitlab.inference.folder import check_out, predict_files
+    from vitlab.inference.folder import check_out, describe, predict_files, predictions_table
     from vitlab.inference.predictor import Predictor
 
+    console = Console()
     out = None if options.out is None else Path(options.out)
     check_out(out)
     predictor = Predictor(options.checkpoint, device=options.device, batch_size=options.batch_size)
-    result = predict_files(predictor, options.paths, out=out, top_k=options.top_k, workers=options.workers)
+    with _progress(console) as progress:
+        result = predict_files(
+            predictor, options.paths, out=out, top_k=options.top_k, workers=options.workers, progress=progress
+        )
+    if out is None and console.is_terminal:
+        console.print(predictions_table(result.rows))
+    elif out is None:
+        for row in result.rows:
+            say(console, describe(row))
+    for error in result.errors if out is not None else ():
+        say(console, f"unreadable: {error}")
+    counts = [f"{result.count} images classified", f"{len(result.errors)} unreadable", f"{result.ignored} other files"]
+    say(console, ", ".join(counts) + ("" if out is None else f": {out}"))
     return SKIPPED_SOME if result.errors else 0
 
 
@@ -161,10 +174,7 @@ def _print_scores(console: Console, result: dict[str, Any]) -> None:
         say(console, f"{len(result['unreadable'])} images could not be read and are in no count")
 
 
-@contextmanager
-def _bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal and nothing elsewhere; yields what to call with the number of images done."""
+def _progress(console: Console) -> Progress:
+    """Make a bar with the time left for a terminal, which shows nothing elsewhere."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda images: progress.advance(task, images)
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

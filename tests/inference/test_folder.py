@@ -225,9 +225,17 @@ def test_predictions_table_shows_nothing_that_a_terminal_obeys():
 def test_predict_files_caps_top_k_at_the_number_of_classes(color_predictor, tmp_path, top_k):
     paint(tmp_path / "a.png", "blue")
     rows = predict_files(color_predictor, [tmp_path], top_k=top_k).rows
-    assert rows[0].labels == ("blue", "red", "green")  # equal ones in the classes' order
+    assert rows[0].labels == ("blue", "red", "green")
     predict_files(color_predictor, [tmp_path], out=tmp_path / "rows.csv", top_k=top_k)
     assert (tmp_path / "rows.csv").read_text().splitlines()[0].endswith(",label_3,probability_3")
+
+
+def test_predict_files_gives_equal_classes_in_the_models_order(color_predictor, tmp_path):
+    color_predictor.classes = tuple(f"class {index}" for index in range(40))
+    color_predictor.network = lambda images: torch.zeros(len(images), 40)
+    row = predict_files(color_predictor, [paint(tmp_path / "a.png")], top_k=40).rows[0]
+    assert row.labels == color_predictor.classes
+    assert row.probabilities == (0.025,) * 40
 
 
 def test_predict_files_refuses_top_k_below_one(color_predictor, tmp_path):

@@ -210,9 +210,9 @@ def test_multi_head_attention_drops_only_while_training():
 
 
 def test_multi_head_attention_names_widths_that_fit():
-    with pytest.raises(InputError, match="^embed_dim 100 is not a multiple of num_heads 3: use 99 or 102$"):
+    with pytest.raises(InputError, match=r"^embed_dim 100 is not a multiple of num_heads 3: use 99 or 102$"):
         MultiHeadAttention(100, 3)
-    with pytest.raises(InputError, match="^embed_dim 2 is not a multiple of num_heads 3: use 3$"):
+    with pytest.raises(InputError, match=r"^embed_dim 2 is not a multiple of num_heads 3: use 3$"):
         MultiHeadAttention(2, 3)
 
 

@@ -45,5 +45,5 @@ def test_patch_embed_refuses_other_sizes_and_channels():
     embed = PatchEmbed(image_size=(8, 12), patch_size=(4, 4), in_channels=3, embed_dim=5)
     with pytest.raises(InputError, match=r"images are 12 x 8 .* the network takes 8 x 12: .*image_size \[12, 8\]"):
         embed(torch.zeros(1, 3, 12, 8))
-    with pytest.raises(InputError, match="images have 1 channels, the network takes 3: .*in_channels 1"):
+    with pytest.raises(InputError, match=r"images have 1 channels, the network takes 3: .*in_channels 1"):
         embed(torch.zeros(1, 1, 8, 12))

@@ -4,11 +4,15 @@ A key (epoch, index, repeat) says all about a sample, so that worker processes h
 the same for any number of workers, and after any interruption.
 """
 
+import atexit
+import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -96,6 +100,7 @@ class Loader:
         self.workers = default_workers() if workers is None else workers
         self.on_error = on_error
         self._keys = _KeySampler(self.num_images, batch_size, seed, shuffle=shuffle)
+        self._close_at_exit = partial(_close, weakref.ref(self))  # weak: a forgotten loader is still collected
         self._loader: DataLoader[Batch] = DataLoader(
             _Samples(split, transform, seed),
             batch_sampler=self._keys,
@@ -147,7 +152,12 @@ class Loader:
         That handler raises in the middle of whatever the main process does; left out, the loss shows within seconds
         where a batch is fetched, and `epoch` can say what it means.
         """
-        if self.workers == 0 or threading.current_thread() is not threading.main_thread():
+        if self.workers == 0:
+            return iter(self._loader)
+        if self._loader._iterator is None:
+            # Before multiprocessing's own exit, which sends SIGTERM and waits: our workers ignore it.
+            atexit.register(self._close_at_exit)
+        if threading.current_thread() is not threading.main_thread():
             return iter(self._loader)
         handler = signal.getsignal(signal.SIGCHLD)
         try:
@@ -157,10 +167,17 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes; a later epoch starts new ones."""
+        atexit.unregister(self._close_at_exit)
         iterator: Any = self._loader._iterator
         if iterator is not None:
             iterator._shutdown_workers()
             self._loader._iterator = None
+
+
+def _close(reference: "weakref.ref[Loader]") -> None:
+    loader = reference()
+    if loader is not None:
+        loader.close()
 
 
 class _KeySampler(Sampler[list[Key]]):
@@ -221,11 +238,19 @@ def _init_worker(worker: int) -> None:
     """Give a worker one thread, and leave signals to the main process.
 
     Ctrl-C and a group's SIGTERM reach workers too; ending before the main process has saved its state, they would
-    take the last batches, and the emergency save, with them. They end when they find it gone.
+    take the last batches, and the emergency save, with them. They end when it closes them or is gone.
     """
     import cv2
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_main_process, daemon=True).start()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+
+
+def _end_with_main_process() -> None:
+    # Torch's workers look for it too, but every five seconds and only between batches.
+    if main := multiprocessing.parent_process():
+        main.join()
+        os._exit(1)

@@ -38,6 +38,7 @@ class Objective(nn.Module):
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network = network
+        self.train(network.training)
 
     def forward(self, batch: Batch) -> Step:
         """Give the loss of a batch whose images are float (B, C, H, W), normalised, on the network's device."""

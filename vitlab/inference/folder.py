@@ -142,10 +142,18 @@ def predictions_table(rows: Iterable[Prediction]) -> "Table":
 
     table = Table("image", "likeliest classes")
     for row in rows:
-        shares = zip(row.labels, row.probabilities, strict=True)
-        content = row.error or "  ".join(f"{label} {probability:.1%}" for label, probability in shares)
-        table.add_row(Text(printable(row.path)), Text(printable(content), style="red" if row.error else ""))
+        table.add_row(Text(printable(row.path)), Text(printable(_content(row)), style="red" if row.error else ""))
     return table
+
+
+def describe(row: Prediction) -> str:
+    """Give a row as a line: `photos/1.jpg: cat 93.1%  dog 5.0%`."""
+    return f"{row.path}: {_content(row)}"
+
+
+def _content(row: Prediction) -> str:
+    shares = zip(row.labels, row.probabilities, strict=True)
+    return row.error or "  ".join(f"{label} {probability:.1%}" for label, probability in shares)
 
 
 def _rows(

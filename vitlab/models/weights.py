@@ -6,6 +6,7 @@ Nothing in the network changes before everything has been found to fit.
 import math
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,14 +112,16 @@ def _read(source: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | No
 def _read_pickled(path: Path) -> Mapping[str, Any]:
     """Open a file of torch.save without running any code that it carries."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of odd pickle protocols: the error below says it better
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         what = f"it wants to run {wanted[1]}" if wanted else "it is damaged, or holds more than tensors"
         raise InputError(
             f"{path} was not opened: {what}; where you trust it, save its plain state dict again, best as .safetensors"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except Exception as error:  # damaged pickles make torch raise nearly anything
         raise InputError(f"{path} is damaged, or not a file of torch.save: take another copy") from error
     if not isinstance(content, Mapping):
         raise InputError(f"{path} holds a {type(content).__name__}: give a file with a state dict of named tensors")

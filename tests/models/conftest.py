@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from vitlab.models.catalog import create_model
+
+
+@pytest.fixture
+def tiny_vit():
+    """A function that builds a small ViT for images of 8 x 12 pixels, changed by fields of its config."""
+
+    def build(**changes):
+        shape = {"image_size": (8, 12), "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+        return create_model("vit_tiny", **(shape | changes))
+
+    return build
+
+
+@pytest.fixture
+def randomise():
+    """A function that fills every parameter with seeded noise: fresh biases of 0 and gains of 1 hide mistakes."""
+
+    def fill(network, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, parameter in sorted(network.named_parameters()):
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(float((parameter == 1).all()) + 0.2 * noise)
+        return network
+
+    return fill
+
+
+@pytest.fixture
+def timm_vit():
+    """A function that builds timm's VisionTransformer in the same shape as `tiny_vit`."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    def build(**changes):
+        shape = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+        return VisionTransformer(**(shape | changes))
+
+    return build
+
+
+@pytest.fixture
+def torchvision_vit():
+    """A function that builds torchvision's VisionTransformer for images of 8 x 8 pixels."""
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    def build(**changes):
+        shape = {"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 3, "hidden_dim": 12, "mlp_dim": 48}
+        return VisionTransformer(**(shape | {"num_classes": 5} | changes))
+
+    return build
