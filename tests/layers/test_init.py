@@ -38,3 +38,9 @@ def test_zero_linear_and_normal_table_do_as_they_say():
     init.normal_table(table)
     assert table.std().item() == pytest.approx(0.02, rel=0.02)
     assert table.requires_grad
+
+
+def test_normal_table_draws_nothing_on_the_meta_device(monkeypatch):
+    """torch would import its compiler for that, two seconds before the first prediction."""
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda *_, **__: pytest.fail("drew on the meta device"))
+    init.normal_table(torch.empty(2, 3, device="meta"))

@@ -26,8 +26,8 @@ class TrainTransform:
     """A training image, changed at random and brought to the network's size.
 
     The order is crop, flip, colour, erasing. A resized crop shrinks by area averaging and grows by the record's
-    filter. A padded crop starts from the image at the network's size (where it has another, it is brought there as in
-    evaluation, but without the crop fraction's margin) and moves it over its mirrored border. Erasing fills a
+    filter. A padded crop brings the image to the network's size as in evaluation, but without the crop fraction's
+    margin, and moves it over its mirrored border; an image that has the size already is not resized. Erasing fills a
     rectangle of 2 to 33 % of the image with noise, uniform and independent for each value.
 
     Without any augmentation the result is the evaluation's, and albumentations is not imported.
@@ -59,8 +59,7 @@ class TrainTransform:
         if self.crop == "resized":
             image = self.preprocess.to_channels(image)
         elif self.crop == "padded":
-            resized = image.shape[:2] == self.preprocess.image_size
-            image = self.preprocess.to_channels(image) if resized else self._whole.apply(image)
+            image = self._whole.apply(image)
         else:
             image = self.preprocess.apply(image)
         if self._compose is None:
@@ -94,8 +93,7 @@ def _build_compose(augment: AugmentConfig, preprocess: Preprocess, crop: str) ->
         steps.append(A.HorizontalFlip(p=augment.hflip))
     if (strength := augment.color_jitter) > 0:
         factors = (1 - strength, 1 + strength)
-        saturation = factors if preprocess.channels == 3 else (1.0, 1.0)
-        steps.append(A.ColorJitter(factors, factors, saturation, hue=(0.0, 0.0), p=1.0))
+        steps.append(A.ColorJitter(factors, factors, factors, hue=(0.0, 0.0), p=1.0))
     if augment.erasing > 0:
         steps.append(A.Erasing(_ERASED_SCALE, _ERASED_RATIO, fill="random", p=augment.erasing))
     return A.Compose(steps)
@@ -133,7 +131,7 @@ class Mixer:
         Returns:
             Images of the same shape, and soft labels, float32 (B, K), whose rows sum to 1.
         """
-        if not self.enabled or len(labels) == 0:
+        if not self.enabled:
             return images, F.one_hot(labels, self.num_classes).float()
         mixed, soft = self._mix(images, labels)
         return mixed, soft

@@ -184,9 +184,8 @@ class _ArrayUnpickler(pickle.Unpickler):
         raise InputError(f"its pickle asks for {module}.{name}, and no code of a data file is run")
 
 
-def _dtype(spec: str | bytes, align: int, copy: int) -> np.dtype[Any]:
-    # Python 2 wrote text as bytes and booleans as integers, which numpy 2.4 deprecates.
-    dtype: np.dtype[Any] = np.dtype(_text(spec), bool(align), bool(copy))
+def _dtype(spec: str | bytes, align: object, copy: object) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(_text(spec))  # Python 2 wrote bytes; how to align is for records alone
     if dtype.hasobject:
         raise InputError("its pickle holds an array of objects, and a CIFAR batch holds numbers")
     return dtype

@@ -95,8 +95,10 @@ def load_folder_split(
     scan = _scan_classes(root if not parts else parts["train"] if cut else parts[split])
     if not scan.count:
         raise InputError(f"{scan.folder} holds no class folders with images: {LAYOUT}{_hint(root)}")
-    own = list(scan.images)
-    found, lines = match_classes(scan.split(split), own, classes, str(scan.folder))
+    try:
+        found, lines = match_classes(scan.split(split), list(scan.images), classes, str(scan.folder))
+    except InputError as error:
+        raise InputError(f"{error}; {LAYOUT}") from None
     notes = scan.notes() + lines
     if cut:
         train_rows, val_rows, note = cut_validation(found, classes, fraction=val_fraction, seed=seed)

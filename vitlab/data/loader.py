@@ -135,9 +135,10 @@ class Loader:
                 batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self._lost_worker(error):
                     raise
+                self.close()
                 raise RunError(
                     "a loader process died, as it does when memory or shared memory (/dev/shm) runs out: "
                     f"set data.workers lower than {self.workers} (0 needs no shared memory), or enlarge it"
@@ -145,6 +146,14 @@ class Loader:
             if batch.errors and self.on_error == "stop":
                 raise batch.errors[0]
             yield batch
+
+    def _lost_worker(self, error: Exception) -> bool:
+        """Tell the death of a worker from an error inside one, which torch raises again with its traceback."""
+        if self.workers == 0 or "in DataLoader worker process" in str(error):
+            return False
+        if isinstance(error, RuntimeError):
+            return "exited unexpectedly" in str(error) or "killed by signal" in str(error)
+        return isinstance(error, ConnectionError | EOFError)  # it died while handing over a tensor
 
     def _start(self) -> Iterator[Batch]:
         """Start an iterator, without the handler that torch installs for dying children.
@@ -163,7 +172,7 @@ class Loader:
         try:
             return iter(self._loader)
         finally:
-            signal.signal(signal.SIGCHLD, handler)
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)  # None: not set from Python
 
     def close(self) -> None:
         """End the worker processes; a later epoch starts new ones."""
@@ -189,12 +198,13 @@ class _KeySampler(Sampler[list[Key]]):
         self.start_batch = 0
 
     def __iter__(self) -> Iterator[list[Key]]:
+        epoch = self.epoch
         order = np.arange(self.num_images)
         if self.shuffle:
-            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "order", self.epoch)))
+            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "order", epoch)))
             order = generator.permutation(self.num_images)
         for start in range(self.start_batch * self.batch_size, self.num_images, self.batch_size):
-            yield [(self.epoch, index, 0) for index in order[start : start + self.batch_size].tolist()]
+            yield [(epoch, index, 0) for index in order[start : start + self.batch_size].tolist()]
 
 
 class _Samples(TorchDataset[Batch]):

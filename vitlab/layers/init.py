@@ -42,6 +42,8 @@ def zero_linear(linear: nn.Linear) -> None:
 
 def normal_table(table: Tensor, *, std: float = 0.02) -> None:
     """Draw a table of tokens or positions from a normal."""
+    if table.is_meta:  # nothing to draw, and torch would import its compiler for it, which takes two seconds
+        return
     with torch.no_grad():
         table.normal_(std=std)
 

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+
+from vitlab.data.images import ImageError
+from vitlab.data.splits import ArraySplit, Dataset, FileSplit, cut_validation, fingerprint, match_classes
+from vitlab.errors import InputError
+
+
+def array_split(counts, name="train"):
+    labels = np.repeat(np.arange(len(counts)), counts)
+    images = np.random.default_rng(0).integers(0, 256, (len(labels), 2, 3, 3), dtype=np.uint8)
+    return ArraySplit(name=name, labels=labels, paths=[f"p{i}" for i in range(len(labels))], images=images)
+
+
+def cut(counts, fraction, seed=0, classes=None):
+    return cut_validation(
+        array_split(counts), classes or [f"c{i}" for i in range(len(counts))], fraction=fraction, seed=seed
+    )
+
+
+def counts_of(labels, num_classes):
+    return np.bincount(labels, minlength=num_classes).tolist()
+
+
+def test_cut_validation_rounds_by_class_and_leaves_one_on_each_side():
+    counts = [0, 1, 2, 3, 10, 25, 100]
+    labels = np.repeat(np.arange(7), counts)
+    train, val, _ = cut(counts, 0.1)
+    assert counts_of(labels[val], 7) == [0, 0, 1, 1, 1, 2, 10]
+    train, val, _ = cut(counts, 0.9)
+    assert counts_of(labels[train], 7) == [0, 1, 1, 1, 1, 3, 10]  # 25 * .9 = 22.5 rounds to 22, half to even
+    assert sorted([*train, *val]) == list(range(sum(counts)))
+    assert np.all(np.diff(train) > 0)
+    assert np.all(np.diff(val) > 0)
+
+
+def test_cut_validation_depends_on_the_seed():
+    assert cut([50, 50], 0.2, seed=1)[1].tolist() == cut([50, 50], 0.2, seed=1)[1].tolist()
+    assert cut([50, 50], 0.2, seed=1)[1].tolist() != cut([50, 50], 0.2, seed=2)[1].tolist()
+
+
+def test_cut_validation_cuts_a_class_alike_without_the_others():
+    both = cut([40, 30], 0.2, classes=["cat", "dog"])[1]
+    alone = cut([30], 0.2, classes=["dog"])[1]
+    assert alone.tolist() == [row - 40 for row in both if row >= 40]
+
+
+def test_cut_validation_says_what_it_cut():
+    assert cut([40, 30], 0.2, seed=3)[2] == "validation: 14 of 70 training images, a share of 0.2 by class, seed 3"
+
+
+def test_cut_validation_needs_two_images_of_a_class():
+    with pytest.raises(InputError, match="leave none for validation"):
+        cut([1, 1], 0.5)
+
+
+def test_match_classes_translates_labels_by_name():
+    split, notes = match_classes(array_split([2, 1]), ["dog", "ant"], ["ant", "bee", "dog"], "DIR")
+    assert split.labels.tolist() == [2, 2, 0]
+    assert notes == ["DIR holds no image of bee; their places in the class order stay"]
+
+
+def test_match_classes_names_what_differs():
+    with pytest.raises(
+        InputError, match="DIR holds 2 classes, the model knows 3: the model lacks dog and DIR lacks bee, cat"
+    ):
+        match_classes(array_split([1, 1]), ["ant", "dog"], ["ant", "bee", "cat"], "DIR")
+
+
+def test_array_split_reads_copies_and_subsets():
+    split = array_split([3, 2])
+    split.read(1)[:] = 0
+    assert split.images[1].max() > 0
+    part = split.subset("val", np.array([4, 0]))
+    assert (part.name, part.labels.tolist(), list(part.paths)) == ("val", [1, 0], ["p4", "p0"])
+    np.testing.assert_array_equal(part.read(0), split.images[4])
+
+
+def test_file_split_reads_files_and_reports_bad_ones(tmp_path, write_image):
+    paths = [str(write_image(tmp_path / "a.png", (1, 2, 3))), str(tmp_path / "gone.png")]
+    split = FileSplit(name="files", labels=np.array([-1, -1]), paths=paths)
+    assert split.read(0)[0, 0].tolist() == [1, 2, 3]
+    with pytest.raises(ImageError, match=r"gone\.png"):
+        split.read(1)
+
+
+def file_fingerprint(root):
+    paths = sorted(map(str, root.rglob("*.png")))
+    split = FileSplit(name="val", labels=np.arange(len(paths)) % 2, paths=paths, root=str(root))
+    return fingerprint(split)
+
+
+def test_fingerprint_of_files_stays_when_the_folder_moves_and_changes_with_a_file(tmp_path, write_classes, write_image):
+    root = write_classes(tmp_path / "one", ["a", "b"])
+    first = file_fingerprint(root)
+    assert first["counts"] == {"val": 8}
+    root = root.rename(tmp_path / "two")
+    assert file_fingerprint(root) == first
+    write_image(root / "a" / "00.png", size=(30, 40))
+    assert file_fingerprint(root) != first
+    (root / "a" / "gone.png").symlink_to(root / "nowhere")
+    assert file_fingerprint(root)["counts"] == {"val": 9}
+
+
+def test_fingerprint_of_arrays_covers_pixels_labels_and_classes():
+    def record(split, classes=("x", "y")):
+        return fingerprint(Dataset(classes=classes, splits={"train": split}))
+
+    split = array_split([3, 2])
+    first = record(split)
+    assert first["classes"] == ["x", "y"]
+    assert first["counts"] == {"train": 5}
+    assert record(array_split([3, 2])) == first
+    assert record(array_split([2, 3]))["sha256"] != first["sha256"]
+    split.images[4, 1, 2, 0] ^= 1
+    assert record(split)["sha256"] != first["sha256"]
