@@ -14,6 +14,7 @@ from PIL import Image
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, MonitorConfig, OptimConfig, RunConfig, TrainConfig
 from vitlab.training import run_training
 
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 COLORS = {"blue": (30, 40, 200), "green": (30, 180, 40), "red": (200, 40, 30)}
 
 
@@ -67,3 +68,15 @@ def tiny_run(color_folder, tmp_path):
 def finished_run(color_folder, tmp_path_factory) -> Path:
     """Give the folder of a finished run; tests must not change it."""
     return run_training(tiny_config(color_folder, tmp_path_factory.mktemp("finished") / "run", train__epochs=6))
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """Give a function from a file name to its path in ../shared/data, which skips where it is absent."""
+
+    def find(name):
+        if not (SHARED_DATA / name).is_file():
+            pytest.skip(f"../shared/data/{name} is not beside the checkout")
+        return SHARED_DATA / name
+
+    return find

@@ -23,7 +23,7 @@ def fails(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "trian is no command: did you mean train?"),
+        (["trian"], "unknown command trian: did you mean train?"),
         (["train", "--train.epoch", "3"], "unknown option --train.epoch: did you mean --train.epochs?"),
         (["train", "--train.epochs", "x"], "--train.epochs is x: give a whole number"),
         (["train", "--train.epochs", "2.5"], "--train.epochs is 2.5: give a whole number"),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from vitlab.config import RunConfig, shipped_config
-from vitlab.errors import InputError
+from vitlab.errors import InputError, unknown_name
 from vitlab.options import EvaluateOptions, ModelsOptions, PredictOptions
 
 DIGITS_RECIPE = "digits/vit.yaml"
@@ -70,9 +70,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, Any]:
     if name == "--version":
         return "version", None
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise InputError(f"{name} is no command: {hint}The commands are {', '.join(COMMANDS)}")
+        raise unknown_name("command", name, COMMANDS)
     return name, _parse_command(name, list(rest))
 
 

@@ -20,5 +20,5 @@ def unknown_name(what: str, given: str, valid: Iterable[str]) -> InputError:
     """Make the error for a name that is none of the valid ones: it lists them and the nearest match."""
     names = list(valid)
     nearest = difflib.get_close_matches(given, names, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return InputError(f"{what} {given} is unknown: {hint}Valid: {', '.join(names)}")
+    hint = f" did you mean {nearest[0]}?" if nearest else ""
+    return InputError(f"unknown {what} {given}:{hint} Valid are {', '.join(names)}")

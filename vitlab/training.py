@@ -263,12 +263,12 @@ def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Tr
 
 
 def _show_confusion(trainer: Trainer, scores: Scores, folder: RunFolder) -> None:
-    """Draw the confusion matrix of the best evaluation, and log that of each."""
-    confusion, classes = scores.confusion.numpy(), scores.classes
-    if trainer.progress.best_step == trainer.progress.step:
-        figures.plot_confusion(confusion, classes, folder.confusion)
+    """Draw the confusion matrix of an evaluation that is the best so far, as a file and for TensorBoard."""
+    if trainer.progress.best_step != trainer.progress.step:
+        return
+    picture = figures.confusion_image(scores.confusion.numpy(), scores.classes)
+    figures.save_image(folder.confusion, picture)
     if trainer.monitor.events is not None:
-        picture = figures.confusion_image(confusion, classes)
         trainer.monitor.events.image(trainer.progress.step, "val/confusion", picture)
         trainer.monitor.events.flush()
 

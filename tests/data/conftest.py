@@ -1,14 +1,11 @@
 """Pictures to test with: written here, or unpacked from the data beside the checkout where that is present."""
 
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-
-SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)
@@ -17,18 +14,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def shared_data():
-    """Give a function from a file name to its path in ../shared/data, which skips where it is absent."""
-
-    def find(name):
-        if not (SHARED_DATA / name).is_file():
-            pytest.skip(f"../shared/data/{name} is not beside the checkout")
-        return SHARED_DATA / name
-
-    return find
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def test_optimizer_takes_the_configured_settings():
 
 
 def test_optimizer_names_the_nearest_for_an_unknown_one():
-    with pytest.raises(InputError, match=r"optim.name adamww is unknown: did you mean adamw"):
+    with pytest.raises(InputError, match=r"unknown optim.name adamww: did you mean adamw"):
         build_optimizer(OptimConfig(name="adamww"), network())
 
 

@@ -35,7 +35,7 @@ def test_zero_linear_and_normal_table_do_as_they_say():
     init.zero_linear(linear)
     assert linear(torch.randn(2, 5)).eq(0).all()
     table = nn.Parameter(torch.empty(1, 200, 100))
-    init.normal_table(table)
+    init.normal_table(table, std=0.02)
     assert table.std().item() == pytest.approx(0.02, rel=0.02)
     assert table.requires_grad
 
@@ -43,4 +43,4 @@ def test_zero_linear_and_normal_table_do_as_they_say():
 def test_normal_table_draws_nothing_on_the_meta_device(monkeypatch):
     """torch would import its compiler for that, two seconds before the first prediction."""
     monkeypatch.setattr(torch.Tensor, "normal_", lambda *_, **__: pytest.fail("drew on the meta device"))
-    init.normal_table(torch.empty(2, 3, device="meta"))
+    init.normal_table(torch.empty(2, 3, device="meta"), std=0.02)

@@ -82,9 +82,7 @@ def test_create_model_lists_the_names_and_the_nearest(name):
 
 
 def test_create_model_lists_the_fields_and_the_nearest():
-    with pytest.raises(
-        InputError, match=r"^unknown field dept of vit_tiny: did you mean depth\? Valid are image_size, "
-    ):
+    with pytest.raises(InputError, match=r"^unknown vit_tiny field dept: did you mean depth\? Valid are image_size, "):
         create_model("vit_tiny", dept=3)
 
 

@@ -40,7 +40,7 @@ def zero_linear(linear: nn.Linear) -> None:
     _zero_bias(linear)
 
 
-def normal_table(table: Tensor, *, std: float = 0.02) -> None:
+def normal_table(table: Tensor, *, std: float) -> None:
     """Draw a table of tokens or positions from a normal."""
     if table.is_meta:  # nothing to draw, and torch would import its compiler for it, which takes two seconds
         return

@@ -1,11 +1,10 @@
 """Names of networks, and the one function that builds them."""
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vitlab.errors import InputError
+from vitlab.errors import unknown_name
 from vitlab.models.network import Network
 from vitlab.models.vit import VIT_SIZES, VisionTransformer
 
@@ -44,18 +43,13 @@ def create_model(
     """
     named = {name: (network, config) for network, sizes in _ARCHITECTURES for name, config in sizes.items()}
     if name not in named:
-        raise InputError(f"unknown model {name}{_nearest(name, named)}")
+        raise unknown_name("model", name, named)
     build, config = named[name]
     valid = [field.name for field in dataclasses.fields(config)]
     for field in overrides:
         if field not in valid:
-            raise InputError(f"unknown field {field} of {name}{_nearest(field, valid)}")
+            raise unknown_name(f"{name} field", field, valid)
     size = {} if image_size is None else {"image_size": image_size}
     network = build(dataclasses.replace(config, num_classes=num_classes, in_channels=in_channels, **size, **overrides))
     network.name = name
     return network
-
-
-def _nearest(word: str, valid: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(word, valid, n=1)
-    return (f": did you mean {nearest[0]}?" if nearest else ":") + f" Valid are {', '.join(valid)}"
