@@ -32,9 +32,11 @@ def main() -> None:
     parser.add_argument("--warmup_steps", type=int, default=60, help="steps of the runs with warm-up (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}: give 1 or more")
     torch.set_num_threads(1)  # such small matrices lose time on more, and the numbers would depend on how many
 
-    shown_steps = sorted({1, 5, 20, args.steps})
+    shown_steps = sorted(step for step in {1, 5, 20, args.steps} if step <= args.steps)
     shown_blocks = sorted({0, args.depth // 2, args.depth - 1})
     table = Table(title=f"Gradient norm of block {shown_blocks} of {args.depth} at steps {shown_steps}")
     for column in ("norm", "warm-up", *(f"step {step}" for step in shown_steps), "last loss"):

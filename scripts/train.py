@@ -5,17 +5,17 @@ python scripts/train.py --data PHOTOS --run runs/mine
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
 import vitlab
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from vitlab.errors import InputError
+from vitlab.data.datasets import load_dataset
+from vitlab.errors import InputError, Interrupted, RunError
 
 
 def main() -> int:
-    """Train a small ViT on a folder, then classify one of its images."""
+    """Train a small ViT on a folder, then classify one of its validation images."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="folder of images, or digits")
     parser.add_argument("--run", required=True, help="folder for the run")
@@ -35,13 +35,13 @@ def main() -> int:
     )
     try:
         run = vitlab.train(config, console=Console())
-    except InputError as error:
+    except (InputError, RunError, Interrupted) as error:
         print(error, file=sys.stderr)
-        return 2
-    predictor = vitlab.Predictor(run)
-    preview = Path(run) / "train_batch.jpg"
-    probabilities = predictor.predict([preview])[0]
-    print(f"{preview}: {predictor.classes[probabilities.argmax()]} ({probabilities.max():.1%})")
+        return 2 if isinstance(error, InputError) else 1
+    dataset = load_dataset(config.data.root, val_fraction=config.data.val_fraction, seed=config.train.seed)
+    val, predictor = dataset.splits["val"], vitlab.Predictor(run)
+    probabilities = predictor.predict([val.read(0)])[0]
+    print(f"{val.paths[0]}: {predictor.classes[probabilities.argmax()]} ({probabilities.max():.1%})")
     return 0
 
 

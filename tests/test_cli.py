@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
+from docstring_parser import parse_from_object
 
 from vitlab.__main__ import main
 from vitlab.cli import COMMANDS, parse
@@ -91,9 +93,15 @@ def test_cli_help_explains_every_option(capsys, name):
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
     assert end.value.code == 0
-    text = capsys.readouterr().out
-    option_lines = [line.strip() for line in text.splitlines() if line.startswith("  --") and "CONFIG" not in line]
-    assert all("(type:" in " ".join(text.split()) or "(default" in text for _ in option_lines)
+    text = " ".join(capsys.readouterr().out.split())
+    options = COMMANDS[name].options
+    sections = (
+        {field.name: field.default_factory for field in fields(options)} if options is RunConfig else {"": options}
+    )
+    for section, owner in sections.items():
+        for param in parse_from_object(owner).params:
+            assert f"{section}.{param.arg_name}".strip(".") in text
+            assert " ".join(param.description.split()) in text
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "--train.epoch", "3"], ["evaluate"]])

@@ -41,7 +41,7 @@ def test_evaluate_prints_and_writes_the_scores(finished_run, color_folder, tmp_p
     assert [row["count"] for row in scores["per_class"]] == [4, 4, 4]
     printed = capsys.readouterr().out
     assert f"top-1 {scores['top1']:.2%}" in printed
-    assert "12 images  (raw weights)" in printed
+    assert "12 images (raw weights)" in printed
     with Image.open(picture) as image:
         assert image.size[0] > 300
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -138,6 +139,63 @@ def test_interrupted_run_saves_exits_and_goes_on(tiny_run, tmp_path, monkeypatch
     assert_same_end(whole, tmp_path / "broken")
 
 
+@pytest.mark.parametrize("optimizer", ["lamb", "adan", "sgd"])
+def test_resume_keeps_whatever_an_optimizer_remembers(tiny_run, tmp_path, monkeypatch, optimizer):
+    settings = {"optim__name": optimizer, "train__epochs": 3}
+    whole = run_training(tiny_run(**settings, train__run_dir=str(tmp_path / "whole")))
+    crash_in_epoch(monkeypatch, 3, tiny_run(**settings))
+    run_training(tiny_run(**settings))
+    assert_same_end(whole, tmp_path / "run")
+
+
+def test_signal_at_the_last_step_leaves_only_the_evaluation(tiny_run, tmp_path, monkeypatch):
+    whole = run_training(tiny_run(train__steps=7, train__run_dir=str(tmp_path / "whole")))
+    make_step = trainer.Trainer.train_step
+
+    def step(self, micro_batches):
+        report = make_step(self, micro_batches)
+        if self.progress.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "train_step", step)
+        with pytest.raises(Interrupted):
+            run_training(tiny_run(train__steps=7))
+    run_training(tiny_run(train__steps=7))
+    assert_same_end(whole, tmp_path / "run")
+
+
+def test_run_killed_in_its_first_epoch_starts_again_under_the_same_command(tiny_run, tmp_path, monkeypatch):
+    whole = run_training(tiny_run(train__run_dir=str(tmp_path / "whole")))
+    crash_in_epoch(monkeypatch, 1, tiny_run())
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    run_training(tiny_run())
+    assert_same_end(whole, tmp_path / "run")
+
+
+def test_resume_refuses_a_data_set_that_has_changed(tiny_run, color_folder, tmp_path, monkeypatch):
+    root = tmp_path / "photos"
+    shutil.copytree(color_folder, root)
+    config = tiny_run(data__root=str(root), train__epochs=3)
+    crash_in_epoch(monkeypatch, 2, config)
+    (root / "train" / "red" / "003.png").unlink()
+    with pytest.raises(InputError, match=r"were \{'train': 39, .*are \{'train': 38"):
+        run_training(config)
+
+
+def test_going_back_to_an_older_state_leaves_the_later_ones_behind(tiny_run, tmp_path, monkeypatch):
+    run = run_training(tiny_run(train__epochs=4))
+    whole = shutil.copytree(run, tmp_path / "whole")
+    assert [state.name for state in list_states(run / "resume")] == ["step-20", "step-15"]
+    monkeypatch.chdir(tmp_path)  # the same folder, written in two ways
+    back = tiny_run(train__epochs=4, train__run_dir="run", train__resume=str(run / "resume" / "step-15"))
+    crash_in_epoch(monkeypatch, 4, back)
+    assert [state.name for state in list_states(run / "resume")] == ["step-15"]
+    run_training(tiny_run(train__epochs=4))
+    assert_same_end(whole, run)
+
+
 def test_learning_rates_of_a_resumed_run_are_those_of_the_unbroken_one(tiny_run, tmp_path, monkeypatch):
     whole = run_training(tiny_run(train__epochs=6, train__run_dir=str(tmp_path / "whole")))
     broken = tiny_run(train__epochs=6, train__run_dir=str(tmp_path / "broken"))
@@ -230,9 +288,55 @@ def test_non_finite_loss_stops_the_run_and_leaves_good_files(tiny_run, tmp_path,
     assert (run / "results.png").exists()
 
 
+def test_unreadable_images_stop_the_run_or_are_skipped_and_counted(tiny_run, color_folder, tmp_path, capsys):
+    root = tmp_path / "photos"
+    shutil.copytree(color_folder, root)
+    broken = [root / "train" / "red" / "004.png", root / "val" / "blue" / "001.png"]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:150])
+    (tmp_path / "c.yaml").write_text(tiny_run(data__root=str(root)).to_yaml(), encoding="utf-8")
+    line = ["train", "--config", str(tmp_path / "c.yaml"), "--train.run_dir", str(tmp_path / "run")]
+    assert main(line) == 2
+    assert str(broken[0]) in capsys.readouterr().err
+    assert main([*line, "--data.on_error", "skip"]) == 3
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"skipped {path}") == 1 for path in broken)
+    assert printed.count("2 images skipped") == 2
+    rows = metrics(tmp_path / "run")
+    assert [row["val/count"] for row in rows] == [14, 14]
+    assert [(row["train/unreadable"], row["val/unreadable"]) for row in rows] == [(1, 1), (1, 1)]
+
+
 def test_train_names_wrong_class_counts(tiny_run):
     with pytest.raises(InputError, match=r"model.num_classes is 10, and .* has 3 classes \(blue, green, red\)"):
         run_training(tiny_run(model__num_classes=10))
+
+
+def test_fine_tuning_on_other_classes_loads_all_but_the_head_and_says_so(
+    tiny_run, finished_run, color_folder, tmp_path, capsys
+):
+    for name, source in (("night", "blue"), ("day", "red")):
+        shutil.copytree(color_folder / "train" / source, tmp_path / "photos" / name)
+    config = tiny_run(data__root=str(tmp_path / "photos"), model__weights=str(finished_run), train__epochs=1)
+    run = run_training(config, console=Console())
+    lines = capsys.readouterr().out.splitlines()
+    assert "30 parameters loaded from vitlab names; reinitialised head.weight, head.bias" in lines
+    assert load_model(run).classes == ("day", "night")
+
+
+def test_weights_are_those_of_the_source_before_the_first_step(tiny_run, finished_run, monkeypatch):
+    config = tiny_run(model__weights=str(finished_run))
+    source, started = load_file(finished_run / "best.safetensors"), {}
+
+    def fit(self, on_evaluation=None):
+        started.update(self.objective.network.state_dict())
+        raise CrashError
+
+    monkeypatch.setattr(trainer.Trainer, "fit", fit)
+    with pytest.raises(CrashError):
+        run_training(config)
+    assert started.keys() == source.keys()
+    assert all(torch.equal(started[name], source[name]) for name in source)
 
 
 def test_steps_end_a_run_within_an_epoch(tiny_run):

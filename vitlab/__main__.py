@@ -3,6 +3,7 @@
 0 done; 1 failed; 2 the user's input is wrong; 3 finished, but some images could not be read; 130 interrupted.
 """
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from vitlab.text import printable
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and give its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a class name must not end a run on a terminal without UTF-8
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
     except InputError as error:

@@ -3,31 +3,37 @@
 import json
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from vitlab.config import RunConfig
+from vitlab.config import DataConfig, RunConfig, TrainConfig
+from vitlab.errors import InputError
 from vitlab.options import EvaluateOptions, ModelsOptions, PredictOptions
 from vitlab.text import printable, say
+
+if TYPE_CHECKING:
+    from vitlab.data.datasets import Split
+    from vitlab.engine.evaluator import Scores
+    from vitlab.models.files import ModelFile
 
 SKIPPED_SOME = 3
 
 
 def train(config: RunConfig) -> int:
     """`vitlab train`: train, and name what lies where."""
+    from vitlab.engine.run_folder import RunFolder
     from vitlab.training import run_training
 
-    run_training(config, console=Console())
-    return 0
+    rows = RunFolder(run_training(config, console=Console())).read_metrics()
+    return SKIPPED_SOME if any("train/unreadable" in row or "val/unreadable" in row for row in rows) else 0
 
 
 def evaluate(options: EvaluateOptions) -> int:
     """`vitlab evaluate`: score a model file on a split with the file's own preprocessing."""
-    from vitlab.data.datasets import load_split
     from vitlab.data.loader import Loader
     from vitlab.data.preprocess import EvalTransform
     from vitlab.engine.device import resolve_device
@@ -36,23 +42,11 @@ def evaluate(options: EvaluateOptions) -> int:
     from vitlab.models.files import load_model
 
     console = Console()
+    _check_outputs(options)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
-    split, notes = load_split(
-        options.data,
-        options.split,
-        classes=model.classes,
-        val_fraction=model.data["val_fraction"],
-        seed=model.data["seed"],
-    )
-    for note in notes:
-        say(console, note)
-    loader = Loader(
-        split,
-        EvalTransform(model.preprocess),
-        batch_size=options.batch_size,
-        workers=options.workers,
-        on_error=options.on_error,
-    )
+    split = _split_for(model, options, console)
+    transform = EvalTransform(model.preprocess)
+    loader = Loader(split, transform, batch_size=options.batch_size, workers=options.workers, on_error=options.on_error)
     with closing(loader), _progress(console) as progress:
         task = progress.add_task("evaluating", total=len(split))
         scores = score(
@@ -63,8 +57,44 @@ def evaluate(options: EvaluateOptions) -> int:
             weights=model.weights,
             on_batch=lambda images: progress.advance(task, images),
         )
-    result = {"checkpoint": str(options.checkpoint), "data": options.data, "split": options.split, **scores.to_dict()}
+    result = {"checkpoint": options.checkpoint, "data": options.data, "split": options.split, **scores.to_dict()}
     _print_scores(console, result)
+    _write_scores(console, options, result, scores)
+    return SKIPPED_SOME if scores.errors else 0
+
+
+def _check_outputs(options: EvaluateOptions) -> None:
+    """Refuse what cannot be written before the work, not after it."""
+    for name, suffix in (("json", ".json"), ("confusion", ".png")):
+        path = getattr(options, name)
+        if path is not None and (Path(path).suffix.lower() != suffix or Path(path).is_dir()):
+            raise InputError(f"--{name} is {path}: give a file that ends in {suffix}")
+
+
+def _split_for(model: "ModelFile", options: EvaluateOptions, console: Console) -> "Split":
+    """Read the split, cut from training as the model's run cut it, and say where it is not the run's own."""
+    from vitlab.data.datasets import fingerprint, load_split
+
+    run = model.data
+    split, notes = load_split(
+        options.data,
+        options.split,
+        classes=model.classes,
+        val_fraction=run.get("val_fraction", DataConfig.val_fraction),
+        seed=run.get("seed", TrainConfig.seed),
+    )
+    for note in notes:
+        say(console, note)
+    known = run.get("fingerprint", {}).get("sha256", {}).get(split.name)
+    if known is not None and known != fingerprint(split)["sha256"][split.name]:
+        say(
+            console,
+            f"note: these are not the {split.name} images of the model's own run; it may have seen some of them",
+        )
+    return split
+
+
+def _write_scores(console: Console, options: EvaluateOptions, result: dict[str, Any], scores: "Scores") -> None:
     if options.json is not None:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -73,9 +103,8 @@ def evaluate(options: EvaluateOptions) -> int:
         from vitlab.engine.figures import plot_confusion
 
         Path(options.confusion).parent.mkdir(parents=True, exist_ok=True)
-        plot_confusion(scores.confusion.numpy(), model.classes, Path(options.confusion))
+        plot_confusion(scores.confusion.numpy(), scores.classes, Path(options.confusion))
         say(console, f"confusion matrix: {options.confusion}")
-    return SKIPPED_SOME if scores.errors else 0
 
 
 def predict(options: PredictOptions) -> int:
@@ -155,11 +184,12 @@ def version(_: None) -> int:
 
 def _print_scores(console: Console, result: dict[str, Any]) -> None:
     """Print the headline in percent, and a row for each class."""
-    tops = "  ".join(f"top-{key[3:]} {result[key]:.2%}" for key in result if key.startswith("top"))
+    from vitlab.engine.evaluator import headline
+
     say(
         console,
-        f"{result['split']} split of {result['data']}: {tops}  error {result['error']:.2%}  "
-        f"loss {result['loss']:.4f}  {result['count']} images  ({result['weights']} weights)",
+        f"{result['split']} split of {result['data']}: {headline(result)}, error {result['error']:.2%}, "
+        f"{result['count']} images ({result['weights']} weights)",
     )
     table = Table("class", "images", "precision", "recall", "F1")
     for column in table.columns[1:]:

@@ -191,6 +191,10 @@ class OptimConfig:
             f"optim.layer_decay is {self.layer_decay}: give more than 0, at most 1",
         )
         _require_fractions("optim", self, "momentum")
+        _require(
+            self.betas is None or all(0.0 <= beta < 1.0 for beta in self.betas),
+            f"optim.betas is {self.betas}: give numbers from 0 to below 1",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

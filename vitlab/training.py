@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform, Preprocess
 from vitlab.engine import figures
 from vitlab.engine.device import resolve_device
-from vitlab.engine.evaluator import Scores
+from vitlab.engine.evaluator import Scores, headline
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor
 from vitlab.engine.objectives import build_objective
 from vitlab.engine.optim import build_optimizer, build_schedule
-from vitlab.engine.run_folder import RunFolder, flatten, open_run
+from vitlab.engine.run_folder import RunFolder, Start, flatten, open_run
+from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer, TrainingData, count_steps
 from vitlab.errors import InputError
@@ -33,6 +34,13 @@ from vitlab.seeds import derive_seed
 from vitlab.text import duration, say
 
 _PREVIEW_IMAGES = 16
+# Fields of every network's config that the run's configuration names elsewhere.
+_OWN_OPTIONS = {
+    "name": "model.name",
+    "image_size": "model.image_size",
+    "num_classes": "model.num_classes",
+    "in_channels": "data.channels",
+}
 _CURVES = ("val/top1", "val/loss", "train/loss")
 
 
@@ -63,30 +71,36 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
     )
     for note in dataset.notes:
         say(console, note)
-    network = _build_network(config, dataset, console).to(device)
+    stem = f"{config.model.name}-{Path(config.data.root).resolve().name}"
+    start = open_run(config, fingerprint(dataset), stem=stem, say=lambda line: say(console, line))
+    network = _build_network(config, dataset, console, fresh=start.state is None).to(device)
     data = _build_data(config, dataset, network)
-    folder, state = open_run(
-        config, stem=f"{config.model.name}-{Path(config.data.root).name}", say=lambda line: say(console, line)
-    )
-    with closing(data.train), closing(data.val):
+    folder = start.folder
+    with closing(data.train), closing(data.val), ExitStack() as stack:
         trainer = _build_trainer(config, dataset, network, data, folder, console)
-        if state is not None:
-            _go_on(trainer, state, console)
-        if state is None or state.parent != folder.resume:
-            _start(folder, config, dataset, data)
-        trainer.monitor.events = _open_logs(config, folder, trainer)
+        if start.state is not None:
+            _go_on(trainer, start, start.state, console)
+        _open_folder(config, dataset, trainer, is_new=start.state is None or not start.in_place)
+        if trainer.monitor.events is not None:
+            stack.callback(trainer.monitor.events.close)
         _describe(console, config, dataset, trainer)
         try:
             trainer.fit(on_evaluation=lambda scores: _show_confusion(trainer, scores, folder))
-        finally:
-            if folder.metrics.exists():
-                figures.plot_results(folder.metrics, folder.results, title=folder.path.name)
+        except BaseException:
+            with suppress(Exception):  # how the run ended counts, not what a picture of it may lack
+                _plot(trainer)
+            raise
+        _plot(trainer)
     _conclude(console, folder, time.perf_counter() - began)
     return folder.path
 
 
-def _build_network(config: RunConfig, dataset: Dataset, console: Console) -> Network:
+def _build_network(config: RunConfig, dataset: Dataset, console: Console, *, fresh: bool) -> Network:
+    """Build the network; a run that is not fresh takes its weights from a state, and reads no others."""
     K = len(dataset.classes)
+    for field, option in _OWN_OPTIONS.items():
+        if field in config.model.overrides:
+            raise InputError(f"model.overrides.{field} has an option of its own: give {option}")
     if config.model.num_classes not in (None, K):
         raise InputError(
             f"model.num_classes is {config.model.num_classes}, and {config.data.root} has {K} classes "
@@ -100,7 +114,7 @@ def _build_network(config: RunConfig, dataset: Dataset, console: Console) -> Net
         in_channels=config.data.channels,
         **config.model.overrides,
     )
-    if config.model.weights is not None:
+    if fresh and config.model.weights is not None:
         say(console, load_weights(network, config.model.weights).summary())
     if config.train.grad_checkpointing:
         network.set_grad_checkpointing()
@@ -159,7 +173,12 @@ def _build_trainer(
             data=origin,
         )
 
-    keeper = Keeper(folder, config=config.to_dict(), save_model=save, every_steps=config.train.checkpoint_every_steps)
+    keeper = Keeper(
+        folder,
+        run={"config": config.to_dict(), "data": origin["fingerprint"]},
+        save_model=save,
+        every_steps=config.train.checkpoint_every_steps,
+    )
     monitor = Monitor(
         folder.metrics,
         log_every_steps=config.monitor.log_every_steps,
@@ -178,35 +197,52 @@ def _build_trainer(
     )
 
 
-def _go_on(trainer: Trainer, state: Path, console: Console) -> None:
+def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> None:
     """Put the trainer where a state stands; a state of another folder brings its run's best file and curves along."""
     trainer.keeper.resume(trainer, state)
-    folder = trainer.keeper.folder
+    folder, old = start.folder, RunFolder(state.parent.parent)
     if trainer.done:
         raise InputError(
             f"the run of {state} is finished: give another train.run_dir for a new one, or more train.epochs to go on"
         )
     say(console, f"going on from {state}")
-    if state.parent == folder.resume:
+    if not start.in_place:
+        folder.tensorboard.mkdir(parents=True, exist_ok=True)
+        for path in (old.metrics, old.tensorboard / EVENTS_NAME, old.best):
+            if path.exists():
+                shutil.copyfile(path, folder.path / path.relative_to(old.path))
+    if not start.chosen:
         return
-    old = RunFolder(state.parent.parent)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    for path in (old.metrics, old.tensorboard / EVENTS_NAME):
-        if path.exists():
-            copy = folder.path / path.relative_to(old.path)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
-    if old.best.exists() and load_model(old.best).metrics["step"] == trainer.progress.best_step:
-        shutil.copyfile(old.best, folder.best)
-    else:
+    # Whoever goes back to an older state leaves what came after it behind, the best file of that future too.
+    for later in list_states(folder.resume):
+        if step_of(later) > trainer.progress.step:
+            shutil.rmtree(later)
+    if not folder.best.exists() or load_model(folder.best).metrics["step"] != trainer.progress.best_step:
         trainer.progress.best_rank = None
 
 
-def _start(folder: RunFolder, config: RunConfig, dataset: Dataset, data: TrainingData) -> None:
-    """Make the folder of a new run, with the configuration that repeats it."""
+def _open_folder(config: RunConfig, dataset: Dataset, trainer: Trainer, *, is_new: bool) -> None:
+    """Write the configuration that repeats the run, and open its curves behind the steps already done."""
+    folder, step = trainer.keeper.folder, trainer.progress.step
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config.to_yaml(), encoding="utf-8")
-    figures.save_image(folder.train_batch, _preview(config, dataset, data))
+    if is_new:
+        figures.save_image(folder.train_batch, _preview(config, dataset, trainer.data))
+        trainer.keeper.started(trainer)
+    cut_metrics(folder.metrics, step)
+    if not config.monitor.tensorboard:
+        return
+    trainer.monitor.events = events = EventLog(folder.tensorboard, keep_steps=step)
+    if events.is_new:
+        events.hparams(flatten(config.to_dict()), _CURVES)
+        events.text("config", f"```yaml\n{config.to_yaml()}```")
+        events.image(0, "train/batch", figures.load_image(folder.train_batch))
+
+
+def _plot(trainer: Trainer) -> None:
+    folder = trainer.keeper.folder
+    if trainer.progress.epoch:
+        figures.plot_results(folder.metrics, folder.results, title=folder.path.name)
 
 
 def _preview(config: RunConfig, dataset: Dataset, data: TrainingData) -> Any:
@@ -237,20 +273,6 @@ def _mixed_name(classes: tuple[str, ...], shares: torch.Tensor) -> str:
     return " + ".join(f"{share:.0%} {classes[index]}" for share, index in named if share > 0)
 
 
-def _open_logs(config: RunConfig, folder: RunFolder, trainer: Trainer) -> EventLog | None:
-    """Cut the curves to the steps that the run has behind it, and open them for more."""
-    step = trainer.progress.step
-    cut_metrics(folder.metrics, step)
-    if not config.monitor.tensorboard:
-        return None
-    events = EventLog(folder.tensorboard, keep_steps=step)
-    if events.is_new:
-        events.hparams(flatten(config.to_dict()), _CURVES)
-        events.text("config", f"```yaml\n{config.to_yaml()}```")
-        events.image(0, "train/batch", figures.load_image(folder.train_batch))
-    return events
-
-
 def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Trainer) -> None:
     network = trainer.objective.network
     parameters = sum(parameter.numel() for parameter in network.parameters())
@@ -277,8 +299,7 @@ def _conclude(console: Console, folder: RunFolder, seconds: float) -> None:
     best = load_model(folder.best).metrics
     say(
         console,
-        f"best: val top-1 {best['top1']:.2%}, loss {best['loss']:.4f} at epoch {best['epoch']}, "
-        f"of {best['count']} images; {duration(seconds)} in all",
+        f"best: val {headline(best)} at epoch {best['epoch']}, of {best['count']} images; {duration(seconds)} in all",
     )
     say(console, f"curves: {folder.results}, or tensorboard --logdir {folder.path}")
     say(console, f"run: {folder.path}")

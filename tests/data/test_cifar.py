@@ -162,6 +162,14 @@ def test_load_dataset_names_missing_batches(tmp_path):
             "holds no `labels` for each of its 2",
         ),
         (pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": [10]}, 2), "has labels from 10 to 10"),
+        (
+            pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [[1], [2, 3]]}, 2),
+            "holds no `labels` for each of its 2",
+        ),
+        (
+            pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [0.5, 10**400]}, 2),
+            "holds no `labels` for each of its 2",
+        ),
     ],
 )
 def test_load_dataset_refuses_damaged_batches(tmp_path, content, message):
@@ -169,6 +177,21 @@ def test_load_dataset_refuses_damaged_batches(tmp_path, content, message):
     (tmp_path / "data_batch_2").write_bytes(content)
     with pytest.raises(InputError, match=f"data_batch_2.*{message}|{message}"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("names", [7, None, "abcdefghij", dict.fromkeys(NAMES_10), [*NAMES_10[:9], [b"truck"]]])
+def test_load_dataset_refuses_class_names_that_are_no_list_of_texts(tmp_path, names):
+    write_python_10(tmp_path, colored(20), [n % 10 for n in range(20)])
+    (tmp_path / "batches.meta").write_bytes(pickle.dumps({"label_names": names}, 2))
+    with pytest.raises(InputError, match=r"batches\.meta holds no list of texts `label_names`: .*unpack it again"):
+        load(tmp_path)
+
+
+def test_load_dataset_refuses_class_names_that_are_no_text(tmp_path):
+    WRITERS["cifar-10-batches-bin"](tmp_path / "c")
+    (tmp_path / "c/batches.meta.txt").write_bytes("\n".join(NAMES_10).encode() + b"\xff\n")
+    with pytest.raises(InputError, match=r"batches\.meta\.txt cannot be read as a list of class names .*invalid start"):
+        load(tmp_path / "c")
 
 
 def test_load_dataset_refuses_cut_binary_batches(tmp_path):

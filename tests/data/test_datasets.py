@@ -3,7 +3,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from vitlab.data.datasets import files_split, fingerprint, load_dataset, load_split
-from vitlab.errors import InputError
+from vitlab.data.images import ImageError
 
 
 def test_load_dataset_gives_the_digits_in_three_parts():
@@ -45,12 +45,10 @@ def test_load_split_gives_the_digits_of_training():
         assert (notes == ()) == (name == "test")
 
 
-def test_files_split_lists_images_without_labels(tmp_path, write_image):
-    for name in ("b.png", "a/c.JPG", "notes.txt"):
-        write_image(tmp_path / name) if name != "notes.txt" else (tmp_path / name).write_text("x")
-    split = files_split([tmp_path])
-    assert split.paths == [str(tmp_path / "a/c.JPG"), str(tmp_path / "b.png")]
+def test_files_split_keeps_the_listed_files_without_labels(tmp_path, write_image):
+    split = files_split([tmp_path / "gone.png", write_image(tmp_path / "b.png")])
+    assert split.paths == [str(tmp_path / "gone.png"), str(tmp_path / "b.png")]
     assert split.labels.tolist() == [-1, -1]
     assert split.read(1)[0, 0].tolist() == [200, 100, 50]
-    with pytest.raises(InputError, match="does not exist"):
-        files_split([tmp_path / "gone"])
+    with pytest.raises(ImageError, match=r"gone\.png: cannot be opened"):  # gone since it was listed
+        split.read(0)

@@ -138,7 +138,21 @@ def test_load_dataset_reads_nested_folders_and_follows_links(tmp_path, write_cla
     (tmp_path / "data/c").symlink_to(elsewhere / "c", target_is_directory=True)
     data = load(tmp_path / "data")
     assert data.classes == ("a", "b", "c")
-    assert sum(len(split) for split in data.splits.values()) >= 4 + 1 + 4 + 4
+    assert sum(len(split) for split in data.splits.values()) == 4 + 1 + 4 + 4
+
+
+def test_load_dataset_counts_an_image_in_every_class_that_links_to_it_as_torchvision(tmp_path, write_classes):
+    from torchvision.datasets import ImageFolder
+
+    write_classes(tmp_path / "data", ["a", "b/sub", "c"])
+    (tmp_path / "data/a/x").symlink_to("../b/sub", target_is_directory=True)
+    (tmp_path / "data/d").symlink_to("c", target_is_directory=True)
+    classes = ["a", "b", "c", "d"]
+    split, _ = evaluate(tmp_path / "data", "all", classes)
+    peer = ImageFolder(tmp_path / "data")
+    assert peer.classes == classes
+    assert sorted(zip(split.paths, split.labels.tolist(), strict=True)) == sorted(peer.samples)
+    assert np.bincount(split.labels).tolist() == [8, 4, 4, 4]
 
 
 def test_load_dataset_takes_a_class_named_like_a_split(tmp_path, write_classes):

@@ -355,6 +355,27 @@ def test_list_images_ends_at_link_loops(tmp_path, write_image):
     assert list_images([tmp_path])[0] == [real]
 
 
+def test_list_images_follows_links_between_neighbours(tmp_path, write_image):
+    write_image(tmp_path / "a/1.png")
+    write_image(tmp_path / "b/2.png")
+    (tmp_path / "a/b").symlink_to("../b", target_is_directory=True)
+    (tmp_path / "b/a").symlink_to("../a", target_is_directory=True)
+    images, _ = list_images([tmp_path])
+    assert [str(path.relative_to(tmp_path)) for path in images] == ["a/1.png", "a/b/2.png", "b/2.png", "b/a/1.png"]
+
+
+def test_list_images_refuses_a_cascade_of_links(tmp_path, write_image):
+    """Two links at each of 30 levels: a billion paths to one image."""
+    write_image(tmp_path / "30/x.png")
+    for level in range(30):
+        for name in ("left", "right"):
+            (tmp_path / f"{level}").mkdir(exist_ok=True)
+            (tmp_path / f"{level}" / name).symlink_to(f"../{level + 1}", target_is_directory=True)
+    with pytest.raises(InputError, match=r"links lead to folder .* in more than 1,000 ways: remove some") as caught:
+        list_images([tmp_path / "0"])
+    assert "\n" not in str(caught.value)
+
+
 def test_list_images_gives_each_file_once_and_sorts_as_text(tmp_path, write_image):
     paths = [write_image(tmp_path / name) for name in ("a-b.png", "a/x.png", "a.png")]
     images, _ = list_images([paths[2], tmp_path, paths[1]])

@@ -12,7 +12,7 @@ from PIL import Image
 from vitlab.config import AugmentConfig
 from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import files_split, load_dataset, load_split
-from vitlab.data.images import ImageError
+from vitlab.data.images import ImageError, list_images
 from vitlab.data.loader import Loader, default_workers
 from vitlab.data.preprocess import EvalTransform, Preprocess
 from vitlab.data.splits import ArraySplit
@@ -24,6 +24,11 @@ GREY = {"channels": 1, "mean": (0.5,), "std": (0.25,)}
 def array_split(count=23, height=20, width=14):
     images = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
     return ArraySplit(name="train", labels=np.arange(count) % 5, paths=[f"p{i}" for i in range(count)], images=images)
+
+
+def listed(folder):
+    """The images of a folder without labels, as prediction reads them."""
+    return files_split(list_images([folder])[0])
 
 
 def eval_transform(size=(16, 12), **fields):
@@ -159,7 +164,7 @@ def test_loader_leaves_the_main_generator_alone(make_loader):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_stops_at_an_unreadable_image_and_names_it(make_loader, image_files, workers):
-    loader = make_loader(files_split([image_files]), workers=workers, batch_size=3)
+    loader = make_loader(listed(image_files), workers=workers, batch_size=3)
     with pytest.raises(ImageError, match="truncated") as caught:
         list(loader.epoch(0))
     assert caught.value.path == str(image_files / "a/03.png")
@@ -168,7 +173,7 @@ def test_loader_stops_at_an_unreadable_image_and_names_it(make_loader, image_fil
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_skips_an_unreadable_image_and_says_so(make_loader, image_files, workers):
-    loader = make_loader(files_split([image_files]), workers=workers, batch_size=4, on_error="skip")
+    loader = make_loader(listed(image_files), workers=workers, batch_size=4, on_error="skip")
     batches = list(loader.epoch(0))
     assert [len(batch.labels) for batch in batches] == [3, 4, 4, 4, 4]
     assert batches[0].indices.tolist() == [0, 1, 2]
@@ -178,7 +183,7 @@ def test_loader_skips_an_unreadable_image_and_says_so(make_loader, image_files, 
 
 def test_loader_changes_no_file_of_the_data(make_loader, image_files):
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in image_files.rglob("*.png")}
-    list(make_loader(files_split([image_files]), on_error="skip").epoch(0))
+    list(make_loader(listed(image_files), on_error="skip").epoch(0))
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in image_files.rglob("*.png")} == before
 
 
@@ -228,7 +233,7 @@ def test_loader_workers_leave_signals_to_the_main_process(make_loader):
     batches = loader.epoch(0)
     next(batches)
     worker = loader._loader._iterator._workers[0]
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         os.kill(worker.pid, number)
     assert len(list(batches)) == 99
     loader.close()
@@ -309,7 +314,7 @@ def test_evaluation_and_prediction_see_the_same_tensors(make_loader, tmp_path, w
     root = odd_shapes(tmp_path, write_image)
     preprocess = Preprocess(image_size=(48, 32), resize_mode=mode)
     labelled, _ = load_split(root, "all", classes=["a", "b", "c"], val_fraction=0.1, seed=0)
-    unlabelled = files_split([root])
+    unlabelled = listed(root)
     assert list(labelled.paths) == list(unlabelled.paths)
     seen = []
     for split, size, workers in ((labelled, 7, 0), (unlabelled, 30, 1), (unlabelled, 1, 0)):
@@ -340,7 +345,7 @@ def test_training_evaluation_and_prediction_see_images_upright(make_loader, tmp_
     for split, transform in (
         (data.splits["train"], plain),
         (evaluated, EvalTransform(preprocess)),
-        (files_split([tmp_path]), EvalTransform(preprocess)),
+        (listed(tmp_path), EvalTransform(preprocess)),
     ):
         image = next(make_loader(split, transform).epoch(0)).images[0]
         assert image[:, *red_at[orientation]].tolist() == pytest.approx([255, 0, 0], abs=8)

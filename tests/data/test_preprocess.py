@@ -174,8 +174,8 @@ def test_preprocess_refuses_images_of_other_channels():
     ("change", "message"),
     [
         ({"channels": 4, "mean": (0.5,) * 4, "std": (0.5,) * 4}, "channels is 4"),
-        ({"channels": 1}, "mean has 3 values for 1 channels"),
-        ({"std": (0.1, 0.2)}, "std has 2 values for 3 channels"),
+        ({"channels": 1}, "mean has 3 values for channels 1"),
+        ({"std": (0.1, 0.2)}, "std has 2 values for channels 3"),
         ({"std": (0.1, 0.0, 0.1)}, "above 0"),
         ({"mean": (0.1, float("nan"), 0.1)}, "give a number for each channel"),
         ({"image_size": 224}, "image_size is 224"),
@@ -184,6 +184,8 @@ def test_preprocess_refuses_images_of_other_channels():
         ({"resize_mode": "fit"}, "choose one of crop, squash, pad"),
         ({"interpolation": "nearest"}, "choose one of bilinear, bicubic"),
         ({"crop_fraction": 0}, "crop_fraction is 0"),
+        ({"crop_fraction": None}, "crop_fraction is None"),
+        ({"crop_fraction": "0.9"}, "crop_fraction is '0.9'"),
         ({"crop_fraction": 1.5}, "crop_fraction is 1.5"),
     ],
 )

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
-from vitlab.engine.state import drop_old_states, list_states, load_state, save_state
-from vitlab.errors import InputError
+from vitlab.engine.state import Progress, capture, drop_old_states, list_states, load_state, restore, save_state
+from vitlab.errors import InputError, RunError
 
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "optimizer.0.step": torch.tensor(3.0)}
 
@@ -69,3 +70,38 @@ def test_states_are_listed_newest_first_and_dropped_oldest_first(tmp_path):
     assert [path.name for path in list_states(tmp_path)] == ["step-100", "step-20", "step-9"]
     drop_old_states(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-20"]
+
+
+def test_state_holds_whatever_an_optimizer_keeps(tmp_path):
+    """Numbers in a group, tensors in a group, lists of tensors and None in a parameter's state."""
+    network = nn.Linear(2, 1)
+
+    class Odd(torch.optim.SGD):
+        pass
+
+    def build():
+        objective = nn.ModuleDict({"network": network})
+        return objective, Odd(objective.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+
+    objective, optimizer, scaler = build()
+    optimizer.param_groups[0]["step"] = torch.tensor(7.0)
+    optimizer.param_groups[0]["count"] = 7
+    kept = {"Q": [torch.ones(2), (torch.zeros(1), None)], "seen": True}
+    optimizer.state[network.weight] = kept
+    tensors, record = capture(objective, optimizer, scaler, Progress(step=7, best_rank=(0.5, -1.0)))
+    tensors, record = load_state(save_state(tmp_path, 7, tensors, record))
+    objective, optimizer, scaler = build()
+    progress = restore(tensors, record, objective, optimizer, scaler)
+    assert progress == Progress(step=7, best_rank=(0.5, -1.0))
+    assert (optimizer.param_groups[0]["step"], optimizer.param_groups[0]["count"]) == (torch.tensor(7.0), 7)
+    state = optimizer.state[network.weight]
+    assert state["seen"] is True
+    assert torch.equal(state["Q"][0], torch.ones(2))
+    assert torch.equal(state["Q"][1][0], torch.zeros(1))
+    assert state["Q"][1][1] is None
+
+
+def test_state_that_cannot_be_written_says_what_is_whole(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunError, match=r"cannot write the state .*file/step-3: .*; the states before it are whole"):
+        save_state(tmp_path / "file", 3, TENSORS, {})

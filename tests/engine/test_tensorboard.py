@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from vitlab.engine.tensorboard import EventLog, cut_metrics
 
@@ -34,7 +35,12 @@ def test_events_are_what_tensorboard_reads(tmp_path):
     (picture,) = events.Images("train/batch")
     assert (picture.step, picture.height, picture.width) == (2, 4, 6)
     assert "config/text_summary" in events.Tags()["tensors"]
-    assert "hparams" in events.PluginTagToContent("hparams") or events.PluginTagToContent("hparams")
+    settings = events.PluginTagToContent("hparams")
+    assert set(settings) == {"_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info"}
+    start = HParamsPluginData.FromString(settings["_hparams_/session_start_info"]).session_start_info.hparams
+    assert start["optim.lr"].number_value == 0.5
+    assert start["model.name"].string_value == "vit_tiny"
+    assert start["train.steps"].string_value == "None"
     assert [path.is_file() for path in tmp_path.iterdir()] == [True]
 
 

@@ -71,7 +71,7 @@ def run_epoch(tmp_path, images, *, size, accumulate=1, lr=0.5, clip_grad=None, m
         ),
         config=config,
         clip_grad=clip_grad,
-        keeper=Keeper(RunFolder(tmp_path), config={}, save_model=None, every_steps=None),
+        keeper=Keeper(RunFolder(tmp_path), run={}, save_model=None, every_steps=None),
         monitor=Monitor(
             tmp_path / "metrics.jsonl", log_every_steps=1, total_epochs=1, console=Console(file=io.StringIO())
         ),

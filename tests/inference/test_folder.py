@@ -293,6 +293,17 @@ def test_predict_files_says_in_one_line_that_the_disk_is_full(color_predictor, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
 
 
+def test_predict_files_does_not_blame_the_output_for_a_failure_elsewhere(color_predictor, tmp_path):
+    def fail(module, inputs):
+        raise OSError(5, "Input/output error")
+
+    color_predictor.network.register_forward_pre_hook(fail)
+    paint(tmp_path / "images" / "a.png")
+    with pytest.raises(OSError, match=r"^\[Errno 5\] Input/output error$"):
+        predict_files(color_predictor, [tmp_path / "images"], out=tmp_path / "rows.csv")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
+
+
 def test_predict_files_writes_into_a_folder_that_it_predicts(color_predictor, tmp_path):
     paint(tmp_path / "a.png")
     for _ in range(2):

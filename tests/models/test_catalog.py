@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model, list_models
+from vitlab.models.vit import ViTConfig
 
 # Exact, with 1000 classes; every name needs a row.
 PARAMETERS = {
@@ -82,8 +84,11 @@ def test_create_model_lists_the_names_and_the_nearest(name):
 
 
 def test_create_model_lists_the_fields_and_the_nearest():
-    with pytest.raises(InputError, match=r"^unknown vit_tiny field dept: did you mean depth\? Valid are image_size, "):
+    with pytest.raises(InputError, match=r"^unknown vit_tiny field dept: did you mean depth\? Valid are ") as error:
         create_model("vit_tiny", dept=3)
+    valid = str(error.value).partition("Valid are ")[2].split(", ")
+    arguments = {"image_size", "num_classes", "in_channels"}  # these have a name of their own
+    assert set(valid) == {field.name for field in dataclasses.fields(ViTConfig)} - arguments
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import timm.optim
@@ -96,6 +97,21 @@ def test_vit_post_norm_has_no_final_norm(tiny_vit, pool, randomise):
     assert not any(name.startswith(("norm.", "fc_norm.")) for name in network.state_dict())
 
 
+def test_vit_forward_features_holds_one_blocks_tokens_at_a_time(tiny_vit):
+    network = tiny_vit(depth=5)
+    outputs, alive = [], []
+
+    def count(block, inputs, output):
+        alive.append(sum(earlier() is not None for earlier in outputs))
+        outputs.append(weakref.ref(output))
+
+    for block in network.blocks:
+        block.register_forward_hook(count)
+    with torch.inference_mode():
+        network.forward_features(torch.zeros(1, 3, 8, 12))
+    assert alive == [0, 1, 1, 1, 1], "a block's input, and no more"
+
+
 def test_vit_forward_intermediates_gives_each_block_before_the_final_norm(tiny_vit, randomise):
     network = randomise(tiny_vit(depth=3).double())
     images = random_images(2, 3, 8, 12)
@@ -115,6 +131,48 @@ def test_vit_sees_a_shuffle_of_patches_only_through_its_positions(tiny_vit, rand
     assert (network(images) - network(shuffled)).abs().max() > 1e-3
     nn.init.zeros_(network.pos_embed)
     torch.testing.assert_close(network(images), network(shuffled), rtol=0, atol=1e-10)
+
+
+def test_vit_sincos_positions_count_tokens_from_the_class_token(tiny_vit):
+    network = tiny_vit(pos_embed="sincos")
+    assert network.pos_embed.shape == (1, 7, 12)
+    for position, row in enumerate(network.pos_embed[0].tolist()):
+        for pair in range(6):
+            angle = position / 10000 ** (pair / 6)
+            assert row[2 * pair : 2 * pair + 2] == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-6)
+
+
+def test_vit_sincos_equals_a_learned_table_of_the_same_values(tiny_vit, randomise):
+    network, learned = randomise(tiny_vit(pos_embed="sincos").double()), tiny_vit().double()
+    learned.load_state_dict(network.state_dict() | {"pos_embed": network.pos_embed})
+    images = random_images(2, 3, 8, 12)
+    torch.testing.assert_close(network(images), learned(images), rtol=0, atol=1e-12)
+
+
+def test_vit_sincos_positions_are_no_weights(tiny_vit):
+    network = tiny_vit(pos_embed="sincos")
+    learned = dict(tiny_vit().named_parameters())
+    assert [name for name, _ in network.named_parameters()] == [name for name in learned if name != "pos_embed"]
+    assert network.state_dict().keys() == learned.keys() - {"pos_embed"}
+    assert network.no_weight_decay() == {"cls_token"}
+
+
+def test_vit_sincos_gradient_reaches_every_parameter(tiny_vit, randomise):
+    network = randomise(tiny_vit(pos_embed="sincos"))
+    network(random_images(2, 3, 8, 12).float()).square().sum().backward()
+    assert all(parameter.grad.abs().max() > 1e-6 for parameter in network.parameters())
+
+
+def test_vit_sincos_refuses_an_odd_width(tiny_vit):
+    with pytest.raises(InputError, match="width 15 is odd: use 14 or 16"):
+        tiny_vit(pos_embed="sincos", embed_dim=15)
+
+
+def test_vit_init_weights_fills_sincos_positions_of_a_network_without_memory(tiny_vit):
+    with torch.device("meta"):
+        network = tiny_vit(pos_embed="sincos")
+    network.to_empty(device="cpu").init_weights()
+    assert torch.equal(network.pos_embed, tiny_vit(pos_embed="sincos").pos_embed)
 
 
 def test_vit_logits_do_not_depend_on_neighbours(tiny_vit, randomise, pool):
@@ -260,6 +318,7 @@ def test_vit_names_the_sizes_that_it_takes(tiny_vit):
         ({"drop_path_rate": 1.5}, "drop_path_rate is 1.5: give a number from 0 to 1"),
         ({"pool": "max"}, "pool is 'max': give one of 'cls', 'mean'"),
         ({"norm": None}, "norm is None: give one of 'pre', 'post'"),
+        ({"pos_embed": "none"}, "pos_embed is 'none': give one of 'learned', 'sincos'"),
     ],
 )
 def test_vit_config_refuses_what_cannot_be_built(fields, message):

@@ -153,6 +153,24 @@ def test_load_weights_keeps_the_positions_of_an_equal_oblong_grid(source, tiny_v
     assert torch.equal(network.pos_embed, source.pos_embed)
 
 
+def test_load_weights_leaves_fixed_positions_to_the_network(tiny_vit, randomise, tmp_path):
+    source = randomise(tiny_vit(image_size=16, pos_embed="sincos"))
+    network = tiny_vit(image_size=(8, 24), pos_embed="sincos")
+    expected = network.pos_embed.clone()
+    report = load_weights(network, write_model_file(tmp_path / "source.safetensors", source))
+    assert report == WeightsReport(tuple(network.state_dict()), (), (), (), "vitlab")
+    assert torch.equal(network.pos_embed, expected)
+    assert torch.equal(network.blocks[1].mlp.fc1.weight, source.blocks[1].mlp.fc1.weight)
+
+
+def test_load_weights_refuses_positions_of_the_other_kind(tiny_vit):
+    learned, fixed = tiny_vit(), tiny_vit(pos_embed="sincos")
+    with pytest.raises(InputError, match="unexpected: pos_embed; build it as theirs was built"):
+        load_weights(fixed, learned.state_dict())
+    with pytest.raises(InputError, match="missing: pos_embed; build it as theirs was built"):
+        load_weights(learned, fixed.state_dict())
+
+
 @pytest.mark.parametrize("suffix", [".pth", ".PT", ".bin", ".safetensors", "run"])
 def test_load_weights_reads_files(suffix, source, tiny_vit, tmp_path):
     path = tmp_path / f"weights{suffix}"

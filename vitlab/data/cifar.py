@@ -102,10 +102,17 @@ def load_cifar(folder: Path, layout: CifarLayout) -> ArrayData:
 
 def _class_names(path: Path, layout: CifarLayout) -> tuple[str, ...]:
     if isinstance(layout.labels, int):
-        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} cannot be read as a list of class names ({error}): unpack it again") from error
+        names = [line.strip() for line in text.splitlines() if line.strip()]
     else:
-        content = _unpickle(path)
-        names = [_text(name) for name in content.get(layout.labels.removesuffix("s") + "_names", ())]
+        key = layout.labels.removesuffix("s") + "_names"
+        listed = _unpickle(path).get(key)
+        if not isinstance(listed, list | tuple) or not all(isinstance(name, str | bytes) for name in listed):
+            raise InputError(f"{path} holds no list of texts `{key}`: it is damaged; unpack it again")
+        names = [_text(name) for name in listed]
     if len(names) != layout.num_classes or len(set(names)) != len(names):
         raise InputError(f"{path} holds {len(names)} class names: {layout.title} has {layout.num_classes}, each once")
     return tuple(names)
@@ -133,7 +140,10 @@ def _read_batches(
 
 
 def _read_binary(path: Path, label_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    content = np.fromfile(path, dtype=np.uint8)
+    try:
+        content = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
     if len(content) == 0 or len(content) % (label_bytes + _VALUES):
         raise InputError(
             f"{path} has {len(content)} bytes: records of {label_bytes + _VALUES} do not fill it; unpack it again"
@@ -144,7 +154,11 @@ def _read_binary(path: Path, label_bytes: int) -> tuple[NDArray[np.uint8], NDArr
 
 def _read_python(path: Path, key: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     content = _unpickle(path)
-    data, labels = content.get("data"), np.asarray(content.get(key))
+    data = content.get("data")
+    try:
+        labels = np.asarray(content.get(key))
+    except ValueError:  # lists of several lengths
+        labels = np.empty(0)
     if not (isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 2 and data.shape[1] == _VALUES):
         raise InputError(f"{path} holds no `data` of uint8 (N, {_VALUES}): it is no CIFAR batch, or damaged")
     if labels.shape != data.shape[:1] or not np.issubdtype(labels.dtype, np.integer):

@@ -1,6 +1,6 @@
 """Data sets by name or folder: which images train, which validate, which are kept for the test, and what they show."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from vitlab.data.cifar import download_cifar, find_cifar, load_cifar
 from vitlab.data.folders import LAYOUT, load_folder_split, load_folders
-from vitlab.data.images import list_images
 from vitlab.data.splits import (
     ArrayData,
     ArraySplit,
@@ -86,14 +85,9 @@ def load_split(
     return found, (*(parts.notes if split != "test" else ()), *lines)
 
 
-def files_split(paths: Iterable[str | Path]) -> Split:
-    """Give the images that files and folders stand for, without labels, sorted by path.
-
-    Raises:
-        InputError: a path does not exist, or there is no image.
-    """
-    images, _ = list_images(paths)
-    return FileSplit(name="files", labels=np.full(len(images), -1, dtype=np.int64), paths=list(map(str, images)))
+def files_split(files: Sequence[str | Path]) -> Split:
+    """Give image files, as `list_images` finds them, as a split without labels, in their order."""
+    return FileSplit(name="files", labels=np.full(len(files), -1, dtype=np.int64), paths=list(map(str, files)))
 
 
 def _load_arrays(root: str | Path) -> ArrayData | None:

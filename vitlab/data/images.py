@@ -9,6 +9,7 @@ a malformed EXIF block is no reason to refuse whole pixels.
 import io
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,6 +43,11 @@ IMAGE_SUFFIXES = frozenset(
 
 PIXEL_LIMIT = 178_956_970
 """Largest width x height that is decoded: 512 MiB of RGB, and where Pillow by itself refuses a picture as a bomb."""
+
+VISIT_LIMIT = 1000
+"""Paths by which links may lead to one folder."""
+
+_FolderId = tuple[int, int]  # device and inode
 
 # Pillow tries every plug-in it has otherwise, down to one that runs Ghostscript.
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "AVIF", "TIFF", "PPM", "ICO", "JPEG2000", "TGA")
@@ -187,7 +193,7 @@ def list_images(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Path], li
             `Thumbs.db`, `__MACOSX`) are left out.
 
     Returns:
-        The images, each once, and what was left out (a folder counts once); both sorted by path as text.
+        The images, each path once, and what was left out (a folder counts once); both sorted by path as text.
 
     Raises:
         InputError: a path does not exist, or there is no image at all.
@@ -213,22 +219,27 @@ def list_images(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Path], li
 def scan_folder(folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
     """Search a folder and all below it: the image files, and what was left out, both sorted.
 
-    Links are followed; a folder reached twice is searched once, so that a link to a folder above ends.
+    Links are followed, so that an image which two ways lead to has two paths; only a link to a folder above itself
+    leads nowhere.
 
     Raises:
-        InputError: a folder cannot be opened: going on without it would leave images out unseen.
+        InputError: a folder cannot be opened, and going on without it would leave images out unseen; or links lead to
+            it over and over.
     """
     images: list[str] = []
     ignored: list[str] = []
-    searched: set[tuple[int, int]] = set()
-    pending = [os.fspath(folder)]
+    visits: Counter[_FolderId] = Counter()
+    pending: list[tuple[str, frozenset[_FolderId]]] = [(os.fspath(folder), frozenset())]
     while pending:
-        here = pending.pop()
+        here, above = pending.pop()
         try:
             status = os.stat(here)
-            if (status.st_dev, status.st_ino) in searched:
+            identity = status.st_dev, status.st_ino
+            if identity in above:
                 continue
-            searched.add((status.st_dev, status.st_ino))
+            visits[identity] += 1
+            if visits[identity] > VISIT_LIMIT:  # links beside links double the paths at each level
+                raise InputError(f"links lead to folder {here} in more than {VISIT_LIMIT:,} ways: remove some of them")
             with os.scandir(here) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name, reverse=True)
         except OSError as error:
@@ -237,7 +248,7 @@ def scan_folder(folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
             if is_junk(entry.name):
                 ignored.append(entry.path)
             elif entry.is_dir():
-                pending.append(entry.path)
+                pending.append((entry.path, above | {identity}))
             elif _is_image_name(entry.name) and (entry.is_file() or entry.is_symlink()):
                 images.append(entry.path)  # a broken link too: reading reports it, leaving it out would not
             else:

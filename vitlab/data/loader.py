@@ -252,8 +252,8 @@ def _init_worker(worker: int) -> None:
     """
     import cv2
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_main_process, daemon=True).start()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)

@@ -1,7 +1,6 @@
 """The Preprocess record: how an image becomes the tensor that a network was trained on."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -11,6 +10,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitlab.checks import require_channel_statistics, require_shares
 from vitlab.config import Interpolation, ResizeMode
 from vitlab.data.resize import cover_size, crop_center, fit_size, pad_center, resize, scaled_target
 from vitlab.errors import InputError
@@ -42,18 +42,10 @@ class Preprocess:
         for name, choices in (("resize_mode", get_args(ResizeMode)), ("interpolation", get_args(Interpolation))):
             if getattr(self, name) not in choices:
                 raise InputError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}")
-        if not (_is_number(self.crop_fraction) and 0 < self.crop_fraction <= 1):
-            raise InputError(f"crop_fraction is {self.crop_fraction!r}: give more than 0, at most 1")
+        require_shares(self, "crop_fraction")
         if type(self.channels) is not int or self.channels not in (1, 3):
             raise InputError(f"channels is {self.channels!r}: images have 3 (RGB) or 1 (greyscale)")
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            if not (isinstance(values, tuple) and all(map(_is_number, values))):
-                raise InputError(f"{name} is {values!r}: give a number for each channel")
-            if len(values) != self.channels:
-                raise InputError(f"{name} has {len(values)} values for {self.channels} channels: give one for each")
-        if min(self.std) <= 0:
-            raise InputError(f"std is {self.std}: give numbers above 0")
+        require_channel_statistics(self)
 
     def apply(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Bring an image to the network's size and channels; the same pixels wherever it is called.
@@ -148,7 +140,3 @@ class EvalTransform:
     def __call__(self, image: NDArray[np.uint8], seed: int) -> NDArray[np.uint8]:
         """Apply the record to uint8 (H, W, 3); gives uint8 (h, w, C)."""
         return self.preprocess.apply(image)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

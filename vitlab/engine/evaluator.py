@@ -111,6 +111,12 @@ class Scores:
         }
 
 
+def headline(summary: dict[str, Any]) -> str:
+    """Write a summary's scores for people: `top-1 61.02% top-5 98.87% loss 1.1164`."""
+    tops = "".join(f"top-{key[3:]} {summary[key]:.2%} " for key in summary if key.startswith("top"))
+    return f"{tops}loss {summary['loss']:.4f}"
+
+
 @torch.inference_mode()
 def evaluate(
     objective: Objective,

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 
+from vitlab.disk import replacing
 from vitlab.errors import InputError
 
 Picture = npt.NDArray[np.uint8]
@@ -52,6 +52,12 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
         metrics_path: `RUN/metrics.jsonl`. Keys that a line lacks, values that are not finite and a last line that was
             cut short leave gaps; where a step was logged twice (a resumed run) the later value holds.
         title: headline, such as the model's and the data's name.
+
+    Returns:
+        Four panels, two by two, with the steps as their common axis.
+
+    Raises:
+        OSError: metrics_path cannot be read.
     """
     records = _read_records(metrics_path)
     figure = Figure(figsize=(11, 7), dpi=DPI, layout="constrained")
@@ -99,6 +105,9 @@ def confusion_figure(confusion: npt.NDArray[np.int64], classes: Sequence[str]) -
     Args:
         confusion: counts `(K, K)`, rows true, columns predicted. A class without images is a blank row.
         classes: K names. Above 20 classes the counts are left out, above 120 only every n-th name is written.
+
+    Returns:
+        One panel that grows with K, and the scale of its colours.
     """
     K = len(classes)
     assert confusion.shape == (K, K), f"confusion is {confusion.shape} for {K} classes"
@@ -165,12 +174,8 @@ def save_image(path: Path, image: Picture) -> None:
         raise InputError(f"{path} is no name for a picture: end it in .png or .jpg")
     data = io.BytesIO()
     Image.fromarray(image).save(data, format=formats[path.suffix.lower()], quality=92)
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
+    with replacing(path) as aside:
         aside.write_bytes(data.getbuffer())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def load_image(path: Path) -> Picture:

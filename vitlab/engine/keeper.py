@@ -31,15 +31,15 @@ class Keeper:
 
     Args:
         folder: the run's.
-        config: the resolved configuration, for the states.
+        run: what a state must agree with to go on from: the configuration and the data's fingerprint.
         save_model: writes a model file.
         every_steps: optimizer steps between states, besides the one at the end of each epoch.
     """
 
     def __init__(
-        self, folder: RunFolder, *, config: dict[str, Any], save_model: SaveModel, every_steps: int | None
+        self, folder: RunFolder, *, run: dict[str, Any], save_model: SaveModel, every_steps: int | None
     ) -> None:
-        self.folder, self.config, self.save_model, self.every_steps = folder, config, save_model, every_steps
+        self.folder, self.run, self.save_model, self.every_steps = folder, run, save_model, every_steps
         self._signal: int | None = None
 
     @contextmanager
@@ -61,6 +61,10 @@ class Keeper:
         if self._signal is not None:
             raise KeyboardInterrupt
         self._signal = number
+
+    def started(self, trainer: "Trainer") -> None:
+        """Save the state of step 0: it tells a run that ended in its first epoch from one that must not be touched."""
+        self._save(trainer)
 
     def step_ended(self, trainer: "Trainer", *, epoch_ends: bool) -> None:
         """Save a state where one is due; the end of an epoch saves its own after the evaluation.
@@ -112,6 +116,6 @@ class Keeper:
 
     def _save(self, trainer: "Trainer") -> Path:
         tensors, record = capture(trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress)
-        path = save_state(self.folder.resume, trainer.progress.step, tensors, {**record, "config": self.config})
+        path = save_state(self.folder.resume, trainer.progress.step, tensors, {**record, "run": self.run})
         drop_old_states(self.folder.resume, keep=_KEEP_STATES)
         return path

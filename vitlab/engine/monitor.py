@@ -1,6 +1,7 @@
 """What a run shows while it runs: console, metrics.jsonl and TensorBoard."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from vitlab.data.images import ImageError
 from vitlab.engine import state
-from vitlab.engine.evaluator import Scores
+from vitlab.engine.evaluator import Scores, headline
 from vitlab.engine.tensorboard import EventLog
 from vitlab.text import duration, say
 
@@ -56,11 +57,12 @@ class Monitor:
         self.metrics_path, self.log_every_steps = metrics_path, log_every_steps
         self.total_epochs, self.console = total_epochs, console
         self.events: EventLog | None = None
-        """The run's TensorBoard events; the one who opens the run sets them."""
+        """The run's TensorBoard events; whoever opens the run sets and closes them."""
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._file: TextIO | None = None
         self._total_steps, self._began, self._began_step = 0, 0.0, 0
+        self._named: set[str] = set()
         self._clear_epoch()
 
     @contextmanager
@@ -79,11 +81,7 @@ class Monitor:
         )
         with self.metrics_path.open("a", encoding="utf-8") as self._file, bar as self._bar:
             self._task = bar.add_task("training", total=total_steps, completed=progress.step, figures="")
-            try:
-                yield
-            finally:
-                if self.events is not None:
-                    self.events.close()
+            yield
 
     def step(self, progress: state.Progress, report: StepReport) -> None:
         """Move the bar and, where one is due, log a point of the training curves."""
@@ -137,6 +135,9 @@ class Monitor:
         if progress.skipped:
             row["train/unreadable"] = progress.skipped
         val = {} if scores is None else {f"val/{key}": value for key, value in scores.summary().items()}
+        if scores is not None and scores.errors:
+            self.unreadable(scores.errors)
+            row["val/unreadable"] = len(scores.errors)
         self._write(row | val)
         if self.events is not None:
             if scores is not None:
@@ -147,9 +148,11 @@ class Monitor:
         self._clear_epoch()
 
     def unreadable(self, errors: Iterable[ImageError]) -> None:
-        """Name images that could not be read and were left out."""
+        """Name images that could not be read and were left out, each file once a run."""
         for error in errors:
-            say(self.console, f"skipped {error}")
+            if error.path not in self._named:
+                self._named.add(error.path)
+                say(self.console, f"skipped {error}")
 
     def _line(self, progress: state.Progress, row: dict[str, Any], scores: Scores | None) -> str:
         of = "" if self.total_epochs is None else f"/{self.total_epochs}"
@@ -159,10 +162,10 @@ class Monitor:
             f"train loss {row['train/loss']:.4f} accuracy {row['train/accuracy']:.2%}",
         ]
         if scores is not None:
-            summary = scores.summary()
-            tops = "".join(f" top-{key[3:]} {summary[key]:.2%}" for key in summary if key.startswith("top"))
             best = " (best)" if progress.best_step == progress.step else ""
-            parts.append(f"val loss {scores.loss:.4f}{tops}{best}")
+            parts.append(f"val {headline(scores.summary())}{best}")
+        if unreadable := row.get("train/unreadable", 0) + row.get("val/unreadable", 0):
+            parts.append(f"{unreadable} images skipped")
         parts.append(f"{row['train/images_per_s']:.0f} images/s")
         if progress.step < self._total_steps:
             left = (time.perf_counter() - self._began) / max(progress.step - self._began_step, 1)
@@ -171,7 +174,10 @@ class Monitor:
 
     def _write(self, row: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(row) + "\n")
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def _clear_epoch(self) -> None:

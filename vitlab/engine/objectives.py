@@ -5,7 +5,7 @@ what distributes or compiles a model wraps one module.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,5 +73,7 @@ class Classification(Objective):
 
 
 def build_objective(config: ObjectiveConfig, network: Network) -> Objective:
-    """Put the configured objective around a network."""
-    return cast(Objective, Classification(network, label_smoothing=config.label_smoothing))
+    """Put the objective that the configuration names around a network."""
+    match config.name:
+        case "classification":
+            return Classification(network, label_smoothing=config.label_smoothing)

@@ -89,17 +89,21 @@ def build_optimizer(config: OptimConfig, network: Network) -> torch.optim.Optimi
     """Build an optimizer of timm over the network's groups; the rate of each step is set by the trainer.
 
     Raises:
-        InputError: timm knows no such optimizer, or it does not take the betas.
+        InputError: timm knows no such optimizer, it needs second derivatives, or it does not take the settings.
     """
-    from timm.optim import create_optimizer_v2, list_optimizers
+    from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 
-    if config.name not in list_optimizers():
-        raise unknown_name("optim.name", config.name, list_optimizers())
+    names = [name for name in list_optimizers() if not get_optimizer_info(name).second_order]
+    if config.name not in names:
+        raise unknown_name("optim.name", config.name, names)
     groups = parameter_groups(network, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
     betas = {} if config.betas is None else {"betas": config.betas}
-    optimizer: torch.optim.Optimizer = create_optimizer_v2(
-        groups, opt=config.name, lr=config.lr, weight_decay=0.0, momentum=config.momentum, **betas
-    )
+    try:
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
+            groups, opt=config.name, lr=config.lr, weight_decay=0.0, momentum=config.momentum, **betas
+        )
+    except Exception as error:  # each optimizer has its own way to refuse a setting or a machine
+        raise InputError(f"optim.name {config.name} cannot be built here: {error}") from error
     if betas and "betas" not in optimizer.defaults:
         raise InputError(f"optim.betas is {config.betas}, and optim.name {config.name} has none: leave it out")
     return optimizer

@@ -1,16 +1,27 @@
 """The run folder: its paths, where a new one goes, and what in it a command goes on from."""
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vitlab.config import RunConfig
-from vitlab.engine.state import list_states, load_state
+from vitlab.engine.state import list_states, load_state, step_of
 from vitlab.errors import InputError
 
 # What may differ between a state and the run that goes on from it: none of these alters a weight.
-_FREE = ("train.run_dir", "train.resume", "train.checkpoint_every_steps", "data.workers", "monitor.")
+_FREE = (
+    "train.run_dir",
+    "train.resume",
+    "train.checkpoint_every_steps",
+    "train.grad_checkpointing",
+    "data.download",
+    "data.on_error",
+    "data.workers",
+    "monitor.",
+)
 # The total length may change; the schedule is then that of the new total from the state's step on.
 _LENGTH = ("train.epochs", "train.steps")
 
@@ -30,11 +41,15 @@ class RunFolder:
         self.confusion = path / "confusion.png"
         self.train_batch = path / "train_batch.jpg"
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Give the lines of metrics.jsonl."""
+        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+
     def refuse_if_used(self) -> None:
         """Raise where something lies here that a run must not overwrite.
 
-        What a run leaves that ended before its first state (configuration, first curves) may be replaced, so that the
-        same command simply starts again.
+        What a run leaves that ended in its first epoch, before its first state after step 0, may be replaced, so that
+        the same command simply starts again.
 
         Raises:
             InputError: the path is a file, or holds a run's results or anything else.
@@ -43,12 +58,16 @@ class RunFolder:
             return
         if not self.path.is_dir():
             raise InputError(f"train.run_dir {self.path} is a file: give a folder")
-        beginnings = {self.config, self.metrics, self.tensorboard, self.resume, self.train_batch}
-        others = sorted(path.name for path in set(self.path.iterdir()) - beginnings)
-        others += [path.name for path in list_states(self.resume)]
-        if others:
+        states = list_states(self.resume)
+        names = {path.name for path in self.path.iterdir()} - {"config.yaml", "train_batch.jpg"}
+        if [step_of(state) for state in states] == [0]:
+            names -= {path.name for path in vars(self).values()}
+            names -= {name for name in names if name.startswith(".") and name.endswith(".tmp")}
+        elif not states and self.resume.is_dir() and not any(self.resume.glob("[!.]*")):
+            names -= {"resume", "metrics.jsonl"}
+        if names:
             raise InputError(
-                f"train.run_dir {self.path} is in use (it holds {', '.join(others[:3])}): give another folder; "
+                f"train.run_dir {self.path} is in use (it holds {', '.join(sorted(names)[:3])}): give another folder; "
                 "an existing run is never overwritten"
             )
 
@@ -62,35 +81,55 @@ def fresh_run_dir(parent: Path, stem: str) -> Path:
     return path
 
 
-def open_run(config: RunConfig, *, stem: str, say: Callable[[str], None]) -> tuple[RunFolder, Path | None]:
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: in a folder, anew or from a state."""
+
+    folder: RunFolder
+    state: Path | None = None
+    in_place: bool = True
+    """Whether the state lies in the folder, so that the run goes on where it was."""
+    chosen: bool = False
+    """Whether the user named the state, which may not be the newest."""
+
+
+def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callable[[str], None]) -> Start:
     """Find the folder of a run, and the state that it goes on from.
 
     Args:
         config: `train.run_dir` and `train.resume` decide.
+        data: fingerprint of the data set.
         stem: name of a new folder under `runs` where none is given.
         say: told in a line what is passed over.
 
     Returns:
-        The folder, not yet made, and a whole state that fits the configuration, or None for a new run.
+        The folder, not yet made, and a whole state that fits configuration and data, or none for a new run.
 
     Raises:
-        InputError: the folder is in use, no state is whole, or the state belongs to another configuration.
+        InputError: the folder is in use, no state is whole, or the state belongs to another configuration or data.
     """
     run_dir, resume = config.train.run_dir, config.train.resume
-    if resume in ("auto", "never"):
-        folder = RunFolder(Path(run_dir) if run_dir else fresh_run_dir(Path("runs"), stem))
-        states = list_states(folder.resume) if resume == "auto" else []
-        if not states:
-            folder.refuse_if_used()
-            return folder, None
-    else:
+    chosen = resume not in ("auto", "never")
+    if chosen:
         states = _states_at(Path(resume))
         folder = RunFolder(Path(run_dir) if run_dir else states[0].parent.parent)
-        if folder.resume.resolve() != states[0].parent.resolve():
-            folder.refuse_if_used()
+    else:
+        folder = RunFolder(Path(run_dir) if run_dir else fresh_run_dir(Path("runs"), stem))
+        states = [state for state in list_states(folder.resume) if step_of(state) > 0] if resume == "auto" else []
+    in_place = bool(states) and folder.resume.resolve() == states[0].parent.resolve()
+    if not in_place:
+        folder.refuse_if_used()
+    if not states:
+        return Start(folder)
     state, record = _newest_whole(states, say)
-    _check_same_run(record["config"], config, state, say)
-    return folder, state
+    _check_same_run(record["run"]["config"], config, state, say)
+    if record["run"]["data"] != data:
+        before, now = record["run"]["data"]["counts"], data["counts"]
+        raise InputError(
+            f"the images of {config.data.root} are not those of {state} (were {before}, are {now}): "
+            "restore them, or give another train.run_dir"
+        )
+    return Start(folder, state, in_place, chosen)
 
 
 def _states_at(path: Path) -> list[Path]:
@@ -108,13 +147,13 @@ def _newest_whole(states: list[Path], say: Callable[[str], None]) -> tuple[Path,
             return state, load_state(state)[1]
         except InputError as error:
             say(f"passed over: {error}")
-    raise InputError(f"no state in {states[0].parent} is whole: set train.resume never and give another train.run_dir")
+    raise InputError(f"no state in {states[0].parent} is whole: start anew in another train.run_dir")
 
 
 def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say: Callable[[str], None]) -> None:
     old, new = flatten(before), flatten(config.to_dict())
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    changed = [key for key in changed if not key.startswith(_FREE)]
+    changed = [key for key in changed if not key.startswith(_FREE) and not _same_folder(key, old, new)]
     altering = [key for key in changed if key not in _LENGTH]
     if altering:
         lines = "; ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in altering)
@@ -126,6 +165,11 @@ def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say:
             f"{key} was {old.get(key)}, is {new.get(key)}: "
             "from here on the learning rate follows the schedule of the new length"
         )
+
+
+def _same_folder(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Tell whether a data set is only written otherwise; its fingerprint tells whether it is the same."""
+    return key == "data.root" and Path(old[key]).name == Path(new[key]).name
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,6 @@ Random numbers need no place in it: every stream is a function of the seed and o
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -19,11 +18,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vitlab.disk import flush
 from vitlab.engine.objectives import Objective
-from vitlab.errors import InputError
+from vitlab.errors import InputError, RunError
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
+
+
+def step_of(state: Path) -> int:
+    """Give the number of optimizer steps that a state's name says, or -1 for another name."""
+    match = _NAME.fullmatch(state.name)
+    return int(match[1]) if match else -1
 
 
 @dataclass
@@ -62,16 +68,16 @@ class Progress:
 def capture(
     objective: Objective, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Give the tensors and the JSON record of a state; the tensors are the live ones, not copies."""
+    """Give what a state holds.
+
+    Returns:
+        The tensors under unique names, live ones and not copies, and a record of plain JSON values.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in objective.state_dict().items()}
-    numbers: dict[str, Any] = {}
-    for index, values in optimizer.state_dict()["state"].items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer.{index}.{key}"] = value
-            else:
-                numbers[f"{index}.{key}"] = value
-    return tensors, {"progress": asdict(progress), "optimizer": numbers, "scaler": scaler.state_dict()}
+    state = optimizer.state_dict()
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    packed = _pack({"state": state["state"], "groups": groups}, "optimizer", tensors)
+    return tensors, {"progress": asdict(progress), "optimizer": packed, "scaler": scaler.state_dict()}
 
 
 def restore(
@@ -81,21 +87,18 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> Progress:
-    """Put a state's values into freshly built parts; the inverse of `capture`."""
-    values: dict[int, dict[str, Any]] = {}
-    model: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "model":
-            model[rest] = tensor
-        else:
-            index, _, key = rest.partition(".")
-            values.setdefault(int(index), {})[key] = tensor
-    for name, number in record["optimizer"].items():
-        index, _, key = name.partition(".")
-        values.setdefault(int(index), {})[key] = number
-    objective.load_state_dict(model)
-    optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+    """Put a state's values into freshly built parts; the inverse of `capture`.
+
+    Returns:
+        The progress that the state records.
+    """
+    objective.load_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    )
+    packed = _unpack(record["optimizer"], tensors)
+    fresh = optimizer.state_dict()["param_groups"]
+    groups = [{**old, **new} for old, new in zip(fresh, packed["groups"], strict=True)]
+    optimizer.load_state_dict({"state": packed["state"], "param_groups": groups})
     scaler.load_state_dict(record["scaler"])
     progress = Progress(**record["progress"])
     if progress.best_rank is not None:
@@ -103,27 +106,66 @@ def restore(
     return progress
 
 
+def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Turn nested values into JSON, with each tensor in `tensors` and its name in its place.
+
+    Optimizers nest as they like: some keep a step count in a group, some lists of tensors in a parameter's state.
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {"dict": [[key, _pack(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_pack(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InputError(f"the optimizer keeps a {type(value).__name__} ({name}), which no state can hold: use another")
+
+
+def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _unpack(item, tensors) for key, item in content}
+    items = [_unpack(item, tensors) for item in content]
+    return items if kind == "list" else tuple(items)
+
+
 def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> Path:
-    """Write a state as folder/step-N; one of that name that is there already is replaced."""
-    folder.mkdir(exist_ok=True)
-    final, aside = folder / f"step-{step}", folder / f".step-{step}.{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    """Write a state as folder/step-N; one of that name that is there already is replaced.
+
+    Raises:
+        RunError: it cannot be written; the states before it are whole.
+    """
+    final, aside, old = (folder / f"{prefix}step-{step}" for prefix in ("", ".new-", ".old-"))
     try:
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, aside / "tensors.safetensors"
-        )
-        digest = hashlib.sha256((aside / "tensors.safetensors").read_bytes()).hexdigest()
+        folder.mkdir(exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, aside / "tensors.safetensors")
+        with (aside / "tensors.safetensors").open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         text = json.dumps({"format": FORMAT, "sha256": digest, **record}, indent=1)
         (aside / "state.json").write_text(text, encoding="utf-8")
         for path in (aside / "tensors.safetensors", aside / "state.json", aside):
-            _sync(path)
+            flush(path)
         if final.exists():
-            shutil.rmtree(final)
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
         aside.rename(final)
-        _sync(folder)
+        flush(folder)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"cannot write the state {final}: {reason}; the states before it are whole") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        for path in (aside, old):
+            shutil.rmtree(path, ignore_errors=True)
     return final
 
 
@@ -151,21 +193,12 @@ def list_states(folder: Path) -> list[Path]:
     """Give the states in a folder, the newest first; folders still being written do not count."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in folder.iterdir() if step_of(path) >= 0), key=step_of, reverse=True)
 
 
 def drop_old_states(folder: Path, *, keep: int) -> None:
     """Delete all but the newest `keep` states, and what a killed process left half written."""
     for path in list_states(folder)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".step-*"):
+    for path in folder.glob(".*step-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

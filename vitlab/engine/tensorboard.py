@@ -1,7 +1,7 @@
 """A run's TensorBoard events: one file without subfolders, which a resumed run cuts back and goes on with."""
 
 import io
-import os
+import json
 import struct
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from vitlab.disk import replacing
 
 EVENTS_NAME = "events.out.tfevents.vitlab"
 
@@ -88,16 +90,24 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[tuple[Any, int]]:
-    """Give each whole event of a file, and the offset at which it ends; a record cut short ends the reading."""
+    """Give each whole event of a file, and the offset at which it ends.
+
+    A record that a kill or a power cut left short, empty or unreadable ends the reading.
+    """
+    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
     with path.open("rb") as file:
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", header[:8])
             record = file.read(length + 4)
-            if len(record) < length + 4:
+            if not length or len(record) < length + 4:
                 return
-            yield Event.FromString(record[:length]), file.tell()
+            try:
+                event = Event.FromString(record[:length])
+            except DecodeError:
+                return
+            yield event, file.tell()
 
 
 def _cut(path: Path, keep_steps: int) -> None:
@@ -106,27 +116,22 @@ def _cut(path: Path, keep_steps: int) -> None:
         if event.step > keep_steps:
             break
         end = offset
-    aside = path.with_name(f".{path.name}")
-    with path.open("rb") as source, aside.open("wb") as target:
-        target.write(source.read(end))
-    os.replace(aside, path)
+    with path.open("rb") as source, replacing(path) as aside:
+        aside.write_bytes(source.read(end))
 
 
 def cut_metrics(path: Path, keep_steps: int) -> None:
     """Drop the lines of metrics.jsonl after a step, and one that a kill cut short."""
-    import json
-
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
-            row = json.loads(line)
-        except ValueError:
+            is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= keep_steps
+        except (ValueError, KeyError, TypeError):
+            is_kept = False
+        if not is_kept:
             break
-        if row["step"] > keep_steps:
-            break
-        kept.append(line + "\n")
-    aside = path.with_name(f".{path.name}")
-    aside.write_text("".join(kept), encoding="utf-8")
-    os.replace(aside, path)
+        kept.append(line)
+    with replacing(path) as aside:
+        aside.write_bytes(b"".join(kept))

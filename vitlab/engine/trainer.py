@@ -108,6 +108,8 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Make the optimizer steps that are left of the present epoch and of the run."""
+        if self.progress.step >= self.total_steps:  # a signal came between the last step and its evaluation
+            return
         self.objective.train()
         batches = self.data.train.epoch(self.progress.epoch, start_batch=self.progress.batch)
         asked = time.perf_counter()

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vitlab.data.datasets import files_split
 from vitlab.data.images import ImageError, list_images
 from vitlab.data.loader import Batch, Loader
 from vitlab.data.preprocess import EvalTransform
-from vitlab.data.splits import FileSplit
+from vitlab.disk import replacing
 from vitlab.errors import InputError, RunError
 from vitlab.inference.predictor import Predictor
 from vitlab.text import printable
@@ -95,23 +96,22 @@ def predict_files(
         raise InputError(f"top_k is {top_k}: give 1 or more")
     check_out(out)
     images, ignored = list_images(paths)
-    names = [str(image) for image in images]
+    split = files_split(images)
     loader = Loader(
-        # Not `files_split`: it would list the files again, and stop at one that is gone by now.
-        FileSplit(name="files", labels=np.full(len(names), -1, np.int64), paths=names),
+        split,
         EvalTransform(predictor.preprocess),
         batch_size=predictor.batch_size,
         workers=workers,
         on_error="skip",
     )
-    task = None if progress is None else progress.add_task("predicting", total=len(names))
+    task = None if progress is None else progress.add_task("predicting", total=len(split))
     top_k = min(top_k, len(predictor.classes))
     count = 0
     errors: list[ImageError] = []
     kept: list[Prediction] = []
     with closing(loader), _writing(out, top_k, kept) as write:
         for batch, probabilities in predictor.predict_batches(loader.epoch(0)):
-            write(_rows(batch, probabilities, names, predictor.classes, top_k))
+            write(_rows(batch, probabilities, split.paths, predictor.classes, top_k))
             count += len(probabilities)
             errors.extend(batch.errors)
             if progress is not None and task is not None:
@@ -274,38 +274,33 @@ def _writing(out: Path | None, top_k: int, kept: list[Prediction]) -> Iterator[C
     if out is None:
         yield kept.extend
         return
-    aside = out.with_name(f".{out.name}.tmp")
-    with _failing_as_run_error(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file = aside.open("wb")
+    failure: BaseException | None = None
     try:
-        with _failing_as_run_error(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as aside, aside.open("wb") as file:
             table = _TABLES[out.suffix.lower()](file, top_k)
 
-        def write(rows: Sequence[Prediction]) -> None:
-            with _failing_as_run_error(out):
-                table.write(rows)
+            def write(rows: Sequence[Prediction]) -> None:
+                try:
+                    table.write(rows)
+                except OSError as error:
+                    raise _not_written(out, error) from error
 
-        try:
-            yield write
-        except BaseException:
-            with suppress(Exception):  # the first failure counts; but Parquet must not outlive its file
-                table.finish()
-            raise
-        with _failing_as_run_error(out):
+            try:
+                yield write
+            except BaseException as error:
+                failure = error
+                with suppress(Exception):  # the first failure counts; but Parquet must not outlive its file
+                    table.finish()
+                with suppress(OSError):  # after a failed write it tries that again
+                    file.close()
+                raise
             table.finish()
-            file.flush()
-            os.fsync(file.fileno())
-            aside.replace(out)
-    finally:
-        with suppress(OSError):  # after a failed write it tries that again
-            file.close()
-        aside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _failing_as_run_error(out: Path) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
-        raise RunError(f"cannot write {out}: {error.strerror or error}; an earlier file stays as it was") from error
+        if error is failure:  # the images', not this file's
+            raise
+        raise _not_written(out, error) from error
+
+
+def _not_written(out: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write {out}: {error.strerror or error}; an earlier file stays as it was")

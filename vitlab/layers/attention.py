@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitlab.errors import InputError
+from vitlab.checks import require_multiple
 
 
 def attention(
@@ -109,14 +109,6 @@ def _open_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask.masked_fill(sees_nothing, 0.0), sees_nothing
 
 
-def check_heads(dim: int, num_heads: int) -> None:
-    """Raise InputError where the width does not split evenly into heads."""
-    if dim % num_heads:
-        below = dim - dim % num_heads
-        fitting = f"{below} or {below + num_heads}" if below else f"{num_heads}"
-        raise InputError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}: use {fitting}")
-
-
 class MultiHeadAttention(nn.Module):
     """Let every token attend to every token, with several heads of their own projections.
 
@@ -133,9 +125,12 @@ class MultiHeadAttention(nn.Module):
             num_heads: heads, each of width D / num_heads.
             qkv_bias: whether queries, keys and values have a bias; the output projection always has one.
             drop_rate: dropout after the output projection.
+
+        Raises:
+            InputError: the width does not split evenly into heads.
         """
         super().__init__()
-        check_heads(dim, num_heads)
+        require_multiple("embed_dim", dim, "num_heads", num_heads)
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)

@@ -3,6 +3,7 @@
 from einops import rearrange
 from torch import Tensor, nn
 
+from vitlab.checks import require_multiple
 from vitlab.errors import InputError
 
 
@@ -14,10 +15,7 @@ def to_pair(size: int | tuple[int, int]) -> tuple[int, int]:
 def check_divides(image_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
     """Raise InputError with the legal neighbours where patches would leave a border of the image out."""
     for axis, side, patch in zip(("height", "width"), image_size, patch_size, strict=True):
-        if side % patch:
-            below = side - side % patch
-            fitting = f"{below} or {below + patch}" if below else f"{patch}"
-            raise InputError(f"image {axis} {side} is not a multiple of patch size {patch}: use {fitting}")
+        require_multiple(f"image {axis}", side, "patch size", patch)
 
 
 class PatchEmbed(nn.Module):

@@ -45,7 +45,8 @@ def create_model(
     if name not in named:
         raise unknown_name("model", name, named)
     build, config = named[name]
-    valid = [field.name for field in dataclasses.fields(config)]
+    of_their_own = {"num_classes", "image_size", "in_channels"}
+    valid = [field.name for field in dataclasses.fields(config) if field.name not in of_their_own]
     for field in overrides:
         if field not in valid:
             raise unknown_name(f"{name} field", field, valid)

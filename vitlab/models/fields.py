@@ -1,9 +1,9 @@
-"""Checks of an architecture's config: each field against its declared type, and the ranges that many share."""
+"""The check of an architecture's config: each field against its declared type."""
 
-import math
 import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from vitlab.checks import is_number
 from vitlab.errors import InputError
 
 
@@ -26,22 +26,6 @@ def conform_fields(config: Any) -> None:
         object.__setattr__(config, name, fitting[0])
 
 
-def require_positive(config: Any, *names: str) -> None:
-    """Raise InputError where a number, or a number of a tuple, is not above 0."""
-    for name in names:
-        value = getattr(config, name)
-        if any(number <= 0 for number in (value if isinstance(value, tuple) else (value,))):
-            raise InputError(f"{name} is {value}: give more than 0")
-
-
-def require_fractions(config: Any, *names: str) -> None:
-    """Raise InputError where a number is not from 0 to 1."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0.0 <= value <= 1.0:
-            raise InputError(f"{name} is {value}: give a number from 0 to 1")
-
-
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
@@ -59,7 +43,7 @@ def _convert(value: Any, kind: Any) -> Any:
     if isinstance(value, bool):
         return value if kind is bool else None
     if kind is float:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        return float(value) if is_number(value) else None
     return value if isinstance(value, kind) else None
 
 

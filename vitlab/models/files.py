@@ -7,9 +7,7 @@ digits as zeros, because a flipped bit in a safetensors file would otherwise loa
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -19,8 +17,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-import vitlab
+from vitlab import __version__
 from vitlab.data.preprocess import Preprocess
+from vitlab.disk import replacing
 from vitlab.errors import InputError, RunError
 from vitlab.models.catalog import create_model
 from vitlab.models.network import Network
@@ -128,21 +127,16 @@ def save_model(
         "metrics": dict(metrics),
         "weights": weights,
         "data": dict(data),
-        "version": vitlab.__version__,
+        "version": __version__,
         "sha256": _NO_DIGITS,  # last, so that these digits are the header's last row of zeros
     }
-    with _replacing(path) as aside:
-        safetensors.torch.save_file(tensors, aside, metadata={_KEY: _to_json(record)})
-        with aside.open("r+b") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-            if len(header) > HEADER_LIMIT_BYTES:
-                raise RunError(
-                    f"{path} not written: its header would take {len(header):,} of {HEADER_LIMIT_BYTES:,} bytes"
-                )
-            file.seek(0)
-            digits = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(8 + header.rindex(_NO_DIGITS.encode()))
-            file.write(digits.encode())
+    try:
+        with replacing(path) as aside:
+            safetensors.torch.save_file(tensors, aside, metadata={_KEY: _to_json(record)})
+            _write_hash(aside, path)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"cannot write {path}: {reason}; an earlier file stays as it was") from error
 
 
 def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> ModelFile:
@@ -223,7 +217,7 @@ def _verify(path: Path, content: bytes, header: bytes, file_format: int, version
     """Raise InputError unless this vitlab reads the format and the bytes give the hash that they claim."""
     if file_format > FORMAT:
         raise InputError(
-            f"{path} is in format {file_format}, written by vitlab {version}, and this vitlab {vitlab.__version__} "
+            f"{path} is in format {file_format}, written by vitlab {version}, and this vitlab {__version__} "
             f"reads up to format {FORMAT}: install a newer vitlab"
         )
     start = 8 + header.rfind(digits.encode(errors="replace"))
@@ -260,35 +254,13 @@ def _to_json(record: dict[str, Any]) -> str:
     return text
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a file to write beside `path`; afterwards flush it to the disk and put it in the place of `path`.
-
-    A file that a killed process left aside bears no suffix that anything reads, and the next save overwrites it.
-    """
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        try:
-            aside.unlink(missing_ok=True)
-            aside.touch()
-            usual_mode = aside.stat().st_mode & 0o777
-            yield aside
-            aside.chmod(usual_mode)  # safetensors leaves 0600, which shuts colleagues out
-            _flush(aside)
-            aside.replace(path)
-            _flush(path.parent)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"cannot write {path}: {reason}; an earlier file stays as it was") from error
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file or the entries of a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_hash(aside: Path, path: Path) -> None:
+    """Put the hash of a file that will be `path` in the place of the zeros in its header."""
+    with aside.open("r+b") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        if len(header) > HEADER_LIMIT_BYTES:
+            raise RunError(f"{path} not written: its header would take {len(header):,} of {HEADER_LIMIT_BYTES:,} bytes")
+        file.seek(0)
+        digits = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(8 + header.rindex(_NO_DIGITS.encode()))
+        file.write(digits.encode())

@@ -4,6 +4,7 @@ Parameters bear timm's names. Source: arXiv:2010.11929, and arXiv:2012.12877 (De
 """
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vitlab.checks import require_fractions, require_multiple, require_positive
 from vitlab.layers import init
-from vitlab.layers.attention import MultiHeadAttention, check_heads
+from vitlab.layers.attention import MultiHeadAttention
 from vitlab.layers.droppath import DropPath
 from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import PatchEmbed, check_divides, to_pair
-from vitlab.models.fields import conform_fields, require_fractions, require_positive
+from vitlab.layers.position import sine_cosine_positions
+from vitlab.models.fields import conform_fields
 from vitlab.models.network import Network
 
 # Of every LayerNorm; torch's own default, 1e-5, would change published weights' logits by 1e-4.
@@ -54,6 +57,8 @@ class ViTConfig:
     """What is classified: the class token, or the mean of the patch tokens."""
     norm: Literal["pre", "post"] = "pre"
     """Where a block normalises: the input of each branch, or the sum with its output."""
+    pos_embed: Literal["learned", "sincos"] = "learned"
+    """A table that is trained, or fixed sines and cosines of the place in the row of tokens, for an even width."""
 
     def __post_init__(self) -> None:
         conform_fields(self)
@@ -61,7 +66,7 @@ class ViTConfig:
         require_positive(self, "embed_dim", "depth", "num_heads", "mlp_ratio")
         require_fractions(self, "drop_rate", "drop_path_rate")
         check_divides(to_pair(self.image_size), to_pair(self.patch_size))
-        check_heads(self.embed_dim, self.num_heads)
+        require_multiple("embed_dim", self.embed_dim, "num_heads", self.num_heads)
 
 
 VIT_SIZES = {
@@ -108,10 +113,13 @@ class VisionTransformer(Network):
 
     The class token is there with either pool. With `pool='mean'` it takes part in attention but not in the mean, and
     the final norm moves behind the mean (`fc_norm` in place of `norm`), as in timm with `global_pool='avg'`. With
-    `norm='post'` there is no final norm: the last block already ends in one.
+    `norm='post'` there is no final norm: the last block already ends in one. With `pos_embed='sincos'` the positions
+    are no weights: no file holds them, and a network of another image size has its own.
     """
 
     name = "vit_base"
+    pos_embed: Tensor
+    """Of the class token, then of the patches row by row: `(1, 1 + N, D)`."""
 
     def __init__(self, config: ViTConfig) -> None:
         """Build the network with fresh weights."""
@@ -129,7 +137,11 @@ class VisionTransformer(Network):
         )
         height, width = self.patch_embed.grid
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
-        self.pos_embed = nn.Parameter(torch.empty(1, 1 + height * width, dim))
+        positions = torch.empty(1, 1 + height * width, dim)
+        if config.pos_embed == "learned":
+            self.pos_embed = nn.Parameter(positions)
+        else:
+            self.register_buffer("pos_embed", positions, persistent=False)
         self.pos_drop = nn.Dropout(config.drop_rate)
         drop_path_rates = torch.linspace(0, config.drop_path_rate, config.depth, device="cpu").tolist()
         self.blocks = nn.Sequential(*(Block(config, drop_path_rate=rate) for rate in drop_path_rates))
@@ -151,11 +163,16 @@ class VisionTransformer(Network):
 
         The position table is normal with standard deviation .5, where the paper has .02: tokens of lecun patches vary
         by about 1, and beside them a short run hardly sees positions of .02. (Digits, 20 epochs: 95 % against 98 % of
-        the test split. 20,000 images of CIFAR-10, 4 epochs: 48.6 % against 51.0 %. One seed each.)
+        the test split. 20,000 images of CIFAR-10, 4 epochs: 48.6 % against 51.0 %. One seed each.) Fixed positions are
+        those of `sine_cosine_positions`, with the class token at position 0.
         """
         init.lecun_conv(self.patch_embed.proj)
         nn.init.zeros_(self.cls_token)
-        init.normal_table(self.pos_embed, std=0.5)
+        if self.config.pos_embed == "learned":
+            init.normal_table(self.pos_embed, std=0.5)
+        else:
+            _, N, D = self.pos_embed.shape
+            self.pos_embed.copy_(sine_cosine_positions(N, D))
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
                 init.xavier_linear(module.qkv, parts=3)
@@ -176,7 +193,7 @@ class VisionTransformer(Network):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Give the tokens `(B, 1 + N, D)` after the last block, class token first; with `pool='cls'` normalised."""
-        *_, tokens = self._block_outputs(images)
+        (tokens,) = deque(self._block_outputs(images), maxlen=1)  # only the last block's stay in memory
         normalised: Tensor = self.norm(tokens)
         return normalised
 
@@ -215,8 +232,8 @@ class VisionTransformer(Network):
         return self.head
 
     def no_weight_decay(self) -> set[str]:
-        """Name the class token and the position table."""
-        return {"cls_token", "pos_embed"}
+        """Name the class token and the learned position table."""
+        return {"cls_token", "pos_embed"} if self.config.pos_embed == "learned" else {"cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Give timm's patterns: embeddings, then block by block (`norm` with the last block), then what is left."""

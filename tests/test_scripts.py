@@ -1,0 +1,44 @@
+"""The scripts run as their help says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(script: str, *arguments: object) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_train_script_trains_and_classifies(color_folder, tmp_path):
+    out = run("train.py", "--data", color_folder, "--run", tmp_path / "run", "--epochs", 1, "--image_size", 16)
+    assert (tmp_path / "run" / "best.safetensors").is_file()
+    image, _, answer = out.splitlines()[-1].partition(": ")
+    assert image == str(color_folder / "val" / "blue" / "000.png")
+    assert answer.split(" (")[0] in {"blue", "green", "red"}
+
+
+def test_write_digits_writes_the_test_images_with_their_classes(tmp_path):
+    run("write_digits.py", "--out", tmp_path / "digits", "--count", 5)
+    paths = sorted((tmp_path / "digits").iterdir())
+    assert len(paths) == 5
+    assert {path.stem.partition("-is-")[2] for path in paths} <= set("0123456789")
+    with Image.open(paths[0]) as image:
+        assert image.size == (8, 8)
+
+
+def test_norm_order_prints_a_row_for_each_order_and_warmup():
+    out = run("norm_order.py", "--depth", 2, "--steps", 2, "--warmup_steps", 1)
+    rows = [line.split("│")[1:3] for line in out.splitlines() if line.startswith("│")]
+    assert [(norm.strip(), steps.strip()) for norm, steps in rows] == [
+        ("post", "0"),
+        ("post", "1"),
+        ("pre", "0"),
+        ("pre", "1"),
+    ]

@@ -1,0 +1,79 @@
+"""Checks of numbers that a user gave. Each raises InputError that names the field, what it is and what it may be.
+
+`section` is where a field of a run's configuration stands, and goes before its name: `optim.lr`.
+"""
+
+import math
+from typing import Any, TypeGuard
+
+from vitlab.errors import InputError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise InputError with the message unless the condition holds."""
+    if not condition:
+        raise InputError(message)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value is a finite number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_positive(config: object, *names: str, section: str = "") -> None:
+    """Require numbers above 0; of a tuple all, and None passes."""
+    for name in names:
+        value = getattr(config, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        fits = value is None or all(is_number(number) and number > 0 for number in numbers)
+        require(fits, f"{_label(section, name)} is {value!r}: give more than 0")
+
+
+def require_not_negative(config: object, *names: str, section: str = "") -> None:
+    """Require numbers of 0 or more; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        fits = value is None or (is_number(value) and value >= 0)
+        require(fits, f"{_label(section, name)} is {value!r}: give 0 or more")
+
+
+def require_fractions(config: object, *names: str, section: str = "") -> None:
+    """Require numbers from 0 to 1."""
+    for name in names:
+        value = getattr(config, name)
+        fits = is_number(value) and 0 <= value <= 1
+        require(fits, f"{_label(section, name)} is {value!r}: give a number from 0 to 1")
+
+
+def require_shares(config: object, *names: str, section: str = "") -> None:
+    """Require numbers above 0, at most 1."""
+    for name in names:
+        value = getattr(config, name)
+        fits = is_number(value) and 0 < value <= 1
+        require(fits, f"{_label(section, name)} is {value!r}: give more than 0, at most 1")
+
+
+def require_channel_statistics(config: Any, *, section: str = "") -> None:
+    """Require that `mean` and `std` are tuples of a number for each of `channels`, those of `std` above 0."""
+    for name in ("mean", "std"):
+        label, values = _label(section, name), getattr(config, name)
+        require(
+            isinstance(values, tuple) and all(map(is_number, values)),
+            f"{label} is {values!r}: give a number for each channel",
+        )
+        require(
+            len(values) == config.channels,
+            f"{label} has {len(values)} values for {_label(section, 'channels')} {config.channels}: give one for each",
+        )
+    require(min(config.std) > 0, f"{_label(section, 'std')} is {config.std}: give numbers above 0")
+
+
+def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
+    """Require that a number is a multiple of another; the message names the nearest that are."""
+    below = value - value % divisor
+    fitting = f"{below} or {below + divisor}" if below else f"{divisor}"
+    require(below == value, f"{what} {value} is not a multiple of {of} {divisor}: use {fitting}")
+
+
+def _label(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
