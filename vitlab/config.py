@@ -4,42 +4,24 @@ Imports the standard library only (PyYAML where a file is read or written), so t
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vitlab.checks import (
+    require,
+    require_channel_statistics,
+    require_fractions,
+    require_not_negative,
+    require_positive,
+    require_shares,
+)
 from vitlab.errors import InputError
 
 ResizeMode = Literal["crop", "squash", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
 WeightsKind = Literal["raw", "ema"]
 """The trained weights, or their moving average."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InputError(message)
-
-
-def _require_fractions(section: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(0.0 <= value <= 1.0, f"{section}.{name} is {value}: give a number from 0 to 1")
-
-
-def _require_positive(section: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(
-            value is None or (math.isfinite(value) and value > 0), f"{section}.{name} is {value}: give more than 0"
-        )
-
-
-def _require_not_negative(section: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(value is None or (math.isfinite(value) and value >= 0), f"{section}.{name} is {value}: give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +41,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sides = self.image_size if isinstance(self.image_size, tuple) else (self.image_size,)
-        _require(
+        require(
             all(side is None or side > 0 for side in sides),
             f"model.image_size is {self.image_size}: give a side or [height, width] of more than 0 pixels",
         )
-        _require_positive("model", self, "num_classes")
+        require_positive(self, "num_classes", section="model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +78,12 @@ class DataConfig:
     """Fetch `cifar10` or `cifar100` into data.root with torchvision where it is not there yet; never without asking."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             0.0 < self.val_fraction < 1.0, f"data.val_fraction is {self.val_fraction}: give a number between 0 and 1"
         )
-        _require(
-            0.0 < self.crop_fraction <= 1.0, f"data.crop_fraction is {self.crop_fraction}: give more than 0, at most 1"
-        )
-        _require_not_negative("data", self, "workers")
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            _require(
-                len(values) == self.channels,
-                f"data.{name} has {len(values)} values for data.channels {self.channels}: give one a channel",
-            )
-        _require(all(value > 0 for value in self.std), f"data.std is {self.std}: give numbers above 0")
+        require_shares(self, "crop_fraction", section="data")
+        require_not_negative(self, "workers", section="data")
+        require_channel_statistics(self, section="data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +108,9 @@ class AugmentConfig:
     """Beta parameter of cutmix; 0 leaves it out. With both, each batch takes one of them at even odds."""
 
     def __post_init__(self) -> None:
-        _require_fractions("augment", self, "hflip", "color_jitter", "erasing")
-        _require(
-            0.0 < self.crop_min_scale <= 1.0,
-            f"augment.crop_min_scale is {self.crop_min_scale}: give more than 0, at most 1",
-        )
-        _require_not_negative("augment", self, "crop_padding", "mixup", "cutmix")
+        require_fractions(self, "hflip", "color_jitter", "erasing", section="augment")
+        require_shares(self, "crop_min_scale", section="augment")
+        require_not_negative(self, "crop_padding", "mixup", "cutmix", section="augment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +123,7 @@ class ObjectiveConfig:
     """Share of the target spread evenly over all classes."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             0.0 <= self.label_smoothing < 1.0, f"objective.label_smoothing is {self.label_smoothing}: give 0 to below 1"
         )
 
@@ -183,15 +154,13 @@ class OptimConfig:
     """Largest norm of the whole gradient; default: no clipping."""
 
     def __post_init__(self) -> None:
-        _require_positive("optim", self, "lr", "clip_grad")
-        _require_not_negative("optim", self, "weight_decay", "warmup_steps", "min_lr")
-        _require(self.min_lr <= self.lr, f"optim.min_lr {self.min_lr} is above optim.lr {self.lr}: give less")
-        _require(
-            self.layer_decay is None or 0 < self.layer_decay <= 1,
-            f"optim.layer_decay is {self.layer_decay}: give more than 0, at most 1",
-        )
-        _require_fractions("optim", self, "momentum")
-        _require(
+        require_positive(self, "lr", "clip_grad", section="optim")
+        require_not_negative(self, "weight_decay", "warmup_steps", "min_lr", section="optim")
+        require(self.min_lr <= self.lr, f"optim.min_lr {self.min_lr} is above optim.lr {self.lr}: give less")
+        if self.layer_decay is not None:
+            require_shares(self, "layer_decay", section="optim")
+        require_fractions(self, "momentum", section="optim")
+        require(
             self.betas is None or all(0.0 <= beta < 1.0 for beta in self.betas),
             f"optim.betas is {self.betas}: give numbers from 0 to below 1",
         )
@@ -227,8 +196,7 @@ class TrainConfig:
     """`auto` goes on where run_dir holds a state, `never` starts anew, or the PATH of a state."""
 
     def __post_init__(self) -> None:
-        _require_positive(
-            "train",
+        require_positive(
             self,
             "epochs",
             "steps",
@@ -236,8 +204,9 @@ class TrainConfig:
             "accumulate",
             "evaluate_every_epochs",
             "checkpoint_every_steps",
+            section="train",
         )
-        _require_not_negative("train", self, "seed")
+        require_not_negative(self, "seed", section="train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +219,7 @@ class MonitorConfig:
     """Optimizer steps between points of the training curves."""
 
     def __post_init__(self) -> None:
-        _require_positive("monitor", self, "log_every_steps")
+        require_positive(self, "log_every_steps", section="monitor")
 
 
 @dataclass(frozen=True, kw_only=True)

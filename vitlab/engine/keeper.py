@@ -111,7 +111,8 @@ class Keeper:
         assert self._signal is not None
         name, folder = signal.Signals(self._signal).name, self.folder.path
         return Interrupted(
-            f"{name}: state saved in {state}; go on with --config {folder}/config.yaml --train.run_dir {folder}"
+            f"{name}: state saved in {state}; to go on: "
+            f"vitlab train --config {folder}/config.yaml --train.run_dir {folder}"
         )
 
     def _save(self, trainer: "Trainer") -> Path:
