@@ -9,10 +9,13 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, MonitorConfig, OptimConfig, RunConfig, TrainConfig
 from vitlab.training import run_training
+
+torch.set_num_threads(1)  # such small networks lose time on more
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 COLORS = {"blue": (30, 40, 200), "green": (30, 180, 40), "red": (200, 40, 30)}

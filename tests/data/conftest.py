@@ -4,16 +4,7 @@ import tarfile
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
