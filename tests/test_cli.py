@@ -6,8 +6,10 @@ import sys
 from dataclasses import fields
 
 import pytest
+import torch
 from docstring_parser import parse_from_object
 
+from vitlab import commands
 from vitlab.__main__ import main
 from vitlab.cli import COMMANDS, parse
 from vitlab.config import RunConfig
@@ -126,3 +128,20 @@ def test_version_describes_the_installation(capsys):
     text = capsys.readouterr().out
     assert text.startswith("vitlab ")
     assert "torch 2." in text
+
+
+def test_a_full_gpu_is_one_line_and_any_other_fault_a_traceback(capsys, monkeypatch):
+    def fail(error):
+        def models(options):
+            raise error
+
+        monkeypatch.setattr(commands, "models", models)
+
+    fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert main(["models"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "give fewer images at a time" in error
+    fail(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["models"])

@@ -11,6 +11,11 @@ from collections.abc import Sequence
 from vitlab.errors import InputError, Interrupted, RunError
 from vitlab.text import printable
 
+_OUT_OF_MEMORY = (
+    "the GPU's memory is full: give fewer images at a time (train.batch_size with more train.accumulate, "
+    "or --batch_size), or train.grad_checkpointing true"
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and give its exit code."""
@@ -21,10 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(sys.argv[1:] if arguments is None else arguments)
     except InputError as error:
         return _say(error, 2)
-    except RunError as error:
-        return _say(error, 1)
     except Interrupted as error:
         return _say(error, 130)
+    except RunError as error:
+        return _say(error, 1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, named so as not to import it here
+            raise
+        return _say(f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})", 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except BrokenPipeError:
