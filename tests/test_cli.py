@@ -57,6 +57,32 @@ def test_cli_names_an_unknown_key_of_a_file(capsys, tmp_path):
     assert "unknown option --train.epoch: did you mean --train.epochs?" in fails(capsys, "train", "--config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train: {seed: null}\ndata: {root: x}\n", "train.seed is empty"),
+        ("data: {on_error: null, root: x}\n", "data.on_error is empty"),
+        ("optim: {lr: null}\n", "optim.lr is empty"),
+        ("optim:\ndata: {root: x}\n", "configuration cannot be read"),
+        ("augment: [1]\n", ""),
+        ("data: {root: ''}\n", "data.root is empty"),
+        ("train: {seed: " + "9" * 5000 + "}\n", ""),
+        ("model: {overrides: &t {depth: *t}}\n", ""),
+        ("", ""),
+    ],
+)
+def test_cli_survives_odd_yaml(capsys, tmp_path, text, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert expected in fails(capsys, "train", "--config", str(path))
+
+
+def test_cli_survives_a_file_that_is_no_text(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes("data: {root: caf\u00e9}".encode("latin-1"))
+    fails(capsys, "train", "--config", str(path))
+
+
 def test_cli_reports_broken_yaml_in_one_line(capsys, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train: [1,\n", encoding="utf-8")

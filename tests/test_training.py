@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from vitlab import training
 from vitlab.__main__ import main
 from vitlab.engine import objectives, trainer
+from vitlab.engine.run_folder import RunFolder, fresh_run_folder
 from vitlab.engine.state import list_states, load_state
 from vitlab.errors import InputError, Interrupted, RunError
 from vitlab.models.files import load_model
@@ -41,8 +43,8 @@ def crash_in_epoch(monkeypatch, epoch: int, config) -> None:
     """Run until an epoch's evaluation has been logged and its state not yet saved, and die there."""
     shown = training._show_confusion
 
-    def show(trainer, scores, folder):
-        shown(trainer, scores, folder)
+    def show(trainer, scores):
+        shown(trainer, scores)
         if trainer.progress.epoch + 1 == epoch:
             raise CrashError
 
@@ -76,6 +78,7 @@ def test_run_learns_and_writes_the_whole_run_folder(tiny_run, capsys):
     config = tiny_run(train__epochs=6, data__workers=1)
     run = run_training(config)
     assert {path.name for path in run.iterdir()} == {
+        ".lock",
         "best.safetensors",
         "config.yaml",
         "confusion.png",
@@ -180,7 +183,7 @@ def test_resume_refuses_a_data_set_that_has_changed(tiny_run, color_folder, tmp_
     config = tiny_run(data__root=str(root), train__epochs=3)
     crash_in_epoch(monkeypatch, 2, config)
     (root / "train" / "red" / "003.png").unlink()
-    with pytest.raises(InputError, match=r"were \{'train': 39, .*are \{'train': 38"):
+    with pytest.raises(InputError, match=r"it had train 39, .*here are train 38"):
         run_training(config)
 
 
@@ -194,6 +197,54 @@ def test_going_back_to_an_older_state_leaves_the_later_ones_behind(tiny_run, tmp
     assert [state.name for state in list_states(run / "resume")] == ["step-15"]
     run_training(tiny_run(train__epochs=4))
     assert_same_end(whole, run)
+
+
+def test_two_runs_do_not_share_a_folder(tiny_run, tmp_path):
+    with RunFolder(tmp_path / "run").claimed(), pytest.raises(InputError, match="in use by another run"):
+        run_training(tiny_run())
+    assert not (tmp_path / "run").exists()
+    run_training(tiny_run())
+
+
+def test_unnamed_runs_started_together_get_a_folder_each(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: fresh_run_folder(tmp_path / "runs", "vit"), range(24)))
+    assert len({folder.path for folder in folders}) == 24
+
+
+def test_a_folder_with_files_of_others_is_refused(tiny_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("# mine\n")
+    with pytest.raises(InputError, match=r"is in use \(it holds config.yaml\)"):
+        run_training(tiny_run())
+    assert (tmp_path / "run" / "config.yaml").read_text() == "# mine\n"
+
+
+def test_a_run_inside_its_data_is_refused(tiny_run, color_folder):
+    with pytest.raises(InputError, match=r"lies inside data.root"):
+        run_training(tiny_run(train__run_dir=str(color_folder / "run")))
+    assert not (color_folder / "run").exists()
+
+
+def test_training_without_a_readable_image_is_an_error(tiny_run, color_folder, tmp_path):
+    root = tmp_path / "photos"
+    shutil.copytree(color_folder, root)
+    for path in (root / "train").rglob("*.png"):
+        path.write_bytes(b"x")
+    with pytest.raises(InputError, match=r"none of 39 training images could be read"):
+        run_training(tiny_run(data__root=str(root), data__on_error="skip"))
+
+
+def test_a_shorter_run_than_its_state_is_refused(tiny_run, monkeypatch):
+    crash_in_epoch(monkeypatch, 3, tiny_run(train__epochs=4))
+    with pytest.raises(InputError, match=r"step-10 is beyond the 7 steps"):
+        run_training(tiny_run(train__steps=7, train__epochs=4))
+
+
+def test_a_missing_best_file_is_written_again(tiny_run, tmp_path, monkeypatch):
+    crash_in_epoch(monkeypatch, 3, tiny_run(train__epochs=4))
+    (tmp_path / "run" / "best.safetensors").unlink()
+    assert load_model(run_training(tiny_run(train__epochs=4))).metrics["step"] in {15, 20}
 
 
 def test_learning_rates_of_a_resumed_run_are_those_of_the_unbroken_one(tiny_run, tmp_path, monkeypatch):
@@ -279,7 +330,7 @@ def test_non_finite_loss_stops_the_run_and_leaves_good_files(tiny_run, tmp_path,
 
     poisoned.calls = 0
     monkeypatch.setattr(objectives.Classification, "forward", poisoned)
-    with pytest.raises(RunError, match=r"loss is inf at step 8: safe are .*best.safetensors.*step-5"):
+    with pytest.raises(RunError, match=r"loss is inf at step 8: kept are .*best.safetensors.*step-5"):
         run_training(tiny_run(train__epochs=3))
     run = tmp_path / "run"
     for name in ("best.safetensors", "last.safetensors"):

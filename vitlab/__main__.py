@@ -3,6 +3,7 @@
 0 done; 1 failed; 2 the user's input is wrong; 3 finished, but some images could not be read; 130 interrupted.
 """
 
+import errno
 import io
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from vitlab.errors import InputError, Interrupted, RunError
 from vitlab.text import printable
 
+_WRONG_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _OUT_OF_MEMORY = (
     "the GPU's memory is full: give fewer images at a time (train.batch_size with more train.accumulate, "
     "or --batch_size), or train.grad_checkpointing true"
@@ -39,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has gone, as after `| head`; a second failure while Python flushes is silenced.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _say("stopped: whoever read the output has gone", 1)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _say(f"{error.strerror or error}{where}", 1)
+        return _say(f"{error.strerror or error}{where}", 2 if error.errno in _WRONG_PATH else 1)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -3,10 +3,12 @@
 `section` is where a field of a run's configuration stands, and goes before its name: `optim.lr`.
 """
 
-import math
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args, get_type_hints
 
 from vitlab.errors import InputError
+
+LARGEST = 2.0**53
+"""No number that a user means is larger; floats count whole numbers exactly up to here."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -16,8 +18,17 @@ def require(condition: bool, message: str) -> None:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value is a finite number; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Tell whether a value is a number of sane size; True, False, infinities and NaN are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < LARGEST
+
+
+def require_values(config: Any, *, section: str) -> None:
+    """Require that no field is None that does not take None, as a bare `key:` in YAML gives it."""
+    for name, hint in get_type_hints(type(config)).items():
+        if getattr(config, name) is None and type(None) not in get_args(hint):
+            raise InputError(f"{_label(section, name)} is empty: give a value, or leave it out")
 
 
 def require_positive(config: object, *names: str, section: str = "") -> None:

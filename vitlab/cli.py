@@ -111,10 +111,16 @@ def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
     """
     parser.add_argument("--config", action="config", help="YAML file; what stands on the line after it wins.")
     parser.add_class_arguments(RunConfig, None)
-    namespace = parser.parse_args(arguments)
-    if namespace.config is None and namespace.data.root == RunConfig().data.root:
-        namespace = parser.parse_args(["--config", str(shipped_config(DIGITS_RECIPE)), *arguments])
-    return _build(parser, namespace)
+    try:
+        namespace = parser.parse_args(arguments)
+        if namespace.config is None and namespace.data.root == RunConfig().data.root:
+            namespace = parser.parse_args(["--config", str(shipped_config(DIGITS_RECIPE)), *arguments])
+        return _build(parser, namespace)
+    except InputError:
+        raise
+    except Exception as error:  # YAML can hold anything, and the parser meets some of it unprepared
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"the configuration cannot be read ({reason}): compare it with --print_config") from error
 
 
 def _build(parser: Parser, namespace: Namespace) -> RunConfig:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitlab.config import DataConfig, RunConfig, TrainConfig
+from vitlab.disk import replacing
 from vitlab.errors import InputError
 from vitlab.options import EvaluateOptions, ModelsOptions, PredictOptions
 from vitlab.text import printable, say
@@ -97,7 +98,8 @@ def _split_for(model: "ModelFile", options: EvaluateOptions, console: Console) -
 def _write_scores(console: Console, options: EvaluateOptions, result: dict[str, Any], scores: "Scores") -> None:
     if options.json is not None:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        with replacing(Path(options.json)) as aside:
+            aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         say(console, f"scores: {options.json}")
     if options.confusion is not None:
         from vitlab.engine.figures import plot_confusion

@@ -15,6 +15,7 @@ from vitlab.checks import (
     require_not_negative,
     require_positive,
     require_shares,
+    require_values,
 )
 from vitlab.errors import InputError
 
@@ -37,9 +38,12 @@ class ModelConfig:
     weights: str | None = None
     """Model file, run folder or foreign checkpoint to start from; default: fresh weights."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the architecture's config, such as `depth: 6`; on the line `--model.overrides.depth 6`."""
+    """Fields of the architecture's config; on the line `--model.overrides.depth 6`. ViT: patch_size, embed_dim, depth,
+    num_heads, mlp_ratio, qkv_bias, drop_rate, drop_path_rate, pool (cls, mean), norm (pre, post), pos_embed (learned,
+    sincos)."""
 
     def __post_init__(self) -> None:
+        require_values(self, section="model")
         sides = self.image_size if isinstance(self.image_size, tuple) else (self.image_size,)
         require(
             all(side is None or side > 0 for side in sides),
@@ -78,6 +82,8 @@ class DataConfig:
     """Fetch `cifar10` or `cifar100` into data.root with torchvision where it is not there yet; never without asking."""
 
     def __post_init__(self) -> None:
+        require_values(self, section="data")
+        require(bool(self.root), "data.root is empty: give a folder of images, or `digits`")
         require(
             0.0 < self.val_fraction < 1.0, f"data.val_fraction is {self.val_fraction}: give a number between 0 and 1"
         )
@@ -108,6 +114,7 @@ class AugmentConfig:
     """Beta parameter of cutmix; 0 leaves it out. With both, each batch takes one of them at even odds."""
 
     def __post_init__(self) -> None:
+        require_values(self, section="augment")
         require_fractions(self, "hflip", "color_jitter", "erasing", section="augment")
         require_shares(self, "crop_min_scale", section="augment")
         require_not_negative(self, "crop_padding", "mixup", "cutmix", section="augment")
@@ -123,6 +130,7 @@ class ObjectiveConfig:
     """Share of the target spread evenly over all classes."""
 
     def __post_init__(self) -> None:
+        require_values(self, section="objective")
         require(
             0.0 <= self.label_smoothing < 1.0, f"objective.label_smoothing is {self.label_smoothing}: give 0 to below 1"
         )
@@ -154,6 +162,7 @@ class OptimConfig:
     """Largest norm of the whole gradient; default: no clipping."""
 
     def __post_init__(self) -> None:
+        require_values(self, section="optim")
         require_positive(self, "lr", "clip_grad", section="optim")
         require_not_negative(self, "weight_decay", "warmup_steps", "min_lr", section="optim")
         require(self.min_lr <= self.lr, f"optim.min_lr {self.min_lr} is above optim.lr {self.lr}: give less")
@@ -196,6 +205,7 @@ class TrainConfig:
     """`auto` goes on where run_dir holds a state, `never` starts anew, or the PATH of a state."""
 
     def __post_init__(self) -> None:
+        require_values(self, section="train")
         require_positive(
             self,
             "epochs",
@@ -219,6 +229,7 @@ class MonitorConfig:
     """Optimizer steps between points of the training curves."""
 
     def __post_init__(self) -> None:
+        require_values(self, section="monitor")
         require_positive(self, "log_every_steps", section="monitor")
 
 
@@ -233,6 +244,11 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    def __post_init__(self) -> None:
+        for section in dataclasses.fields(self):
+            is_section = dataclasses.is_dataclass(getattr(self, section.name))
+            require(is_section, f"{section.name} is no section: give it fields, such as `{section.name}: {{...}}`")
 
     def to_dict(self) -> dict[str, Any]:
         """Give nested plain dictionaries and lists, as YAML and JSON hold them."""

@@ -31,6 +31,7 @@ class EvaluateOptions:
 
     def __post_init__(self) -> None:
         _check_positive("batch_size", self.batch_size)
+        _check_workers(self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class PredictOptions:
     def __post_init__(self) -> None:
         _check_positive("batch_size", self.batch_size)
         _check_positive("top_k", self.top_k)
+        _check_workers(self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class ModelsOptions:
 
     json: bool = False
     """Print JSON instead of a table."""
+
+
+def _check_workers(workers: int | None) -> None:
+    if workers is not None and workers < 0:
+        raise InputError(f"--workers is {workers}: give 0 or more")
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -14,6 +14,7 @@ from vitlab.data.augment import Mixer, TrainTransform
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform, Preprocess
+from vitlab.disk import replacing
 from vitlab.engine import figures
 from vitlab.engine.device import resolve_device
 from vitlab.engine.evaluator import Scores, headline
@@ -25,7 +26,7 @@ from vitlab.engine.run_folder import RunFolder, Start, flatten, open_run
 from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer, TrainingData, count_steps
-from vitlab.errors import InputError
+from vitlab.errors import InputError, RunError
 from vitlab.models.catalog import create_model
 from vitlab.models.files import load_model, save_model
 from vitlab.models.network import Network
@@ -34,6 +35,7 @@ from vitlab.seeds import derive_seed
 from vitlab.text import duration, say
 
 _PREVIEW_IMAGES = 16
+_FEW_IMAGES = 50
 # Fields of every network's config that the run's configuration names elsewhere.
 _OWN_OPTIONS = {
     "name": "model.name",
@@ -73,26 +75,37 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
         say(console, note)
     stem = f"{config.model.name}-{Path(config.data.root).resolve().name}"
     start = open_run(config, fingerprint(dataset), stem=stem, say=lambda line: say(console, line))
-    network = _build_network(config, dataset, console, fresh=start.state is None).to(device)
-    data = _build_data(config, dataset, network)
-    folder = start.folder
-    with closing(data.train), closing(data.val), ExitStack() as stack:
-        trainer = _build_trainer(config, dataset, network, data, folder, console)
-        if start.state is not None:
-            _go_on(trainer, start, start.state, console)
-        _open_folder(config, dataset, trainer, is_new=start.state is None or not start.in_place)
-        if trainer.monitor.events is not None:
-            stack.callback(trainer.monitor.events.close)
-        _describe(console, config, dataset, trainer)
+    with ExitStack() as stack:
+        stack.enter_context(start.folder.claimed())
+        network = _build_network(config, dataset, console, fresh=start.state is None).to(device)
+        data = _build_data(config, dataset, network)
+        stack.enter_context(closing(data.train))
+        stack.enter_context(closing(data.val))
+        trainer = _build_trainer(config, dataset, network, data, start.folder, console)
         try:
-            trainer.fit(on_evaluation=lambda scores: _show_confusion(trainer, scores, folder))
-        except BaseException:
-            with suppress(Exception):  # how the run ended counts, not what a picture of it may lack
-                _plot(trainer)
-            raise
-        _plot(trainer)
-    _conclude(console, folder, time.perf_counter() - began)
-    return folder.path
+            if start.state is not None:
+                _go_on(trainer, start, start.state, console)
+            _open_folder(config, dataset, trainer, is_new=start.state is None or not start.in_place)
+            if trainer.monitor.events is not None:
+                stack.callback(trainer.monitor.events.close)
+            _describe(console, config, dataset, trainer)
+            _fit(trainer)
+        except OSError as error:
+            reason = f"{error.strerror or error} ({error.filename or start.folder.path})"
+            raise RunError(f"{reason}: {trainer.keeper.what_is_safe()}") from error
+    _conclude(console, start.folder, time.perf_counter() - began)
+    return start.folder.path
+
+
+def _fit(trainer: Trainer) -> None:
+    """Train, and draw the curves however that ends."""
+    try:
+        trainer.fit(on_evaluation=lambda scores: _show_confusion(trainer, scores))
+    except BaseException:
+        with suppress(Exception):  # how the run ended counts, not what a picture of it may lack
+            _plot(trainer)
+        raise
+    _plot(trainer)
 
 
 def _build_network(config: RunConfig, dataset: Dataset, console: Console, *, fresh: bool) -> Network:
@@ -106,6 +119,8 @@ def _build_network(config: RunConfig, dataset: Dataset, console: Console, *, fre
             f"model.num_classes is {config.model.num_classes}, and {config.data.root} has {K} classes "
             f"({', '.join(dataset.classes[:5])}{', ...' if K > 5 else ''}): leave it out or give {K}"
         )
+    if odd := [key for key in config.model.overrides if not isinstance(key, str)]:
+        raise InputError(f"model.overrides has the key {odd[0]!r}: give names of fields, such as depth")
     torch.manual_seed(derive_seed(config.train.seed, "weights"))
     network = create_model(
         config.model.name,
@@ -201,7 +216,12 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
     """Put the trainer where a state stands; a state of another folder brings its run's best file and curves along."""
     trainer.keeper.resume(trainer, state)
     folder, old = start.folder, RunFolder(state.parent.parent)
+    if trainer.progress.step > trainer.total_steps:
+        raise InputError(
+            f"{state} is beyond the {trainer.total_steps} steps that train.epochs or train.steps ask for: give more"
+        )
     if trainer.done:
+        _plot(trainer)  # the run may have been killed just before
         raise InputError(
             f"the run of {state} is finished: give another train.run_dir for a new one, or more train.epochs to go on"
         )
@@ -211,23 +231,29 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
         for path in (old.metrics, old.tensorboard / EVENTS_NAME, old.best):
             if path.exists():
                 shutil.copyfile(path, folder.path / path.relative_to(old.path))
-    if not start.chosen:
-        return
-    # Whoever goes back to an older state leaves what came after it behind, the best file of that future too.
+    # What came after this state is behind us: later states, and a best file that the state does not know.
     for later in list_states(folder.resume):
         if step_of(later) > trainer.progress.step:
             shutil.rmtree(later)
-    if not folder.best.exists() or load_model(folder.best).metrics["step"] != trainer.progress.best_step:
+    if not _holds_best(folder, trainer.progress.best_step):
         trainer.progress.best_rank = None
+
+
+def _holds_best(folder: RunFolder, step: int) -> bool:
+    try:
+        return bool(load_model(folder.best).metrics["step"] == step)
+    except InputError:  # gone or damaged: the next evaluation writes a new one
+        return False
 
 
 def _open_folder(config: RunConfig, dataset: Dataset, trainer: Trainer, *, is_new: bool) -> None:
     """Write the configuration that repeats the run, and open its curves behind the steps already done."""
     folder, step = trainer.keeper.folder, trainer.progress.step
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(config.to_yaml(), encoding="utf-8")
-    if is_new:
+    with replacing(folder.config) as aside:
+        aside.write_text(config.to_yaml(), encoding="utf-8")
+    if is_new or not folder.train_batch.exists():
         figures.save_image(folder.train_batch, _preview(config, dataset, trainer.data))
+    if is_new:
         trainer.keeper.started(trainer)
     cut_metrics(folder.metrics, step)
     if not config.monitor.tensorboard:
@@ -281,15 +307,18 @@ def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Tr
     precision = "fp32" if trainer.autocast is None else str(trainer.autocast).removeprefix("torch.")
     say(console, f"{config.model.name}: {parameters:,} parameters, images {H}x{W}, on {trainer.device} in {precision}")
     say(console, f"{config.data.root}: {len(dataset.classes)} classes, images: {sizes}")
+    val = len(dataset.splits["val"])
+    if val < _FEW_IMAGES:
+        say(console, f"note: validation has {val} images, so that one of them is {1 / val:.1%} of top-1")
     say(console, f"run: {trainer.keeper.folder.path}")
 
 
-def _show_confusion(trainer: Trainer, scores: Scores, folder: RunFolder) -> None:
+def _show_confusion(trainer: Trainer, scores: Scores) -> None:
     """Draw the confusion matrix of an evaluation that is the best so far, as a file and for TensorBoard."""
     if trainer.progress.best_step != trainer.progress.step:
         return
     picture = figures.confusion_image(scores.confusion.numpy(), scores.classes)
-    figures.save_image(folder.confusion, picture)
+    figures.save_image(trainer.keeper.folder.confusion, picture)
     if trainer.monitor.events is not None:
         trainer.monitor.events.image(trainer.progress.step, "val/confusion", picture)
         trainer.monitor.events.flush()
@@ -299,7 +328,7 @@ def _conclude(console: Console, folder: RunFolder, seconds: float) -> None:
     best = load_model(folder.best).metrics
     say(
         console,
-        f"best: val {headline(best)} at epoch {best['epoch']}, of {best['count']} images; {duration(seconds)} in all",
+        f"best: val {headline(best)} at epoch {best['epoch']}, of {best['count']} images; {duration(seconds)} in this session",
     )
     say(console, f"curves: {folder.results}, or tensorboard --logdir {folder.path}")
     say(console, f"run: {folder.path}")

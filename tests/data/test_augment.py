@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitlab.config import AugmentConfig
-from vitlab.data.augment import Mixer, TrainTransform
+from vitlab.data.augment import Mixer, TrainTransform, erase
 from vitlab.data.preprocess import Preprocess
 
 PLAIN = {"crop": "none", "hflip": 0.0}
@@ -27,7 +27,7 @@ def test_train_transform_without_augmentation_is_evaluation_and_imports_nothing(
     code = (
         "import sys, numpy as np\n"
         "from vitlab.config import AugmentConfig\n"
-        "from vitlab.data.augment import Mixer, TrainTransform\n"
+        "from vitlab.data.augment import erase, Mixer, TrainTransform\n"
         "from vitlab.data.preprocess import Preprocess\n"
         "p = Preprocess(image_size=(24, 16)); image = np.arange(30 * 40 * 3, dtype=np.uint8).reshape(30, 40, 3)\n"
         "t = TrainTransform(AugmentConfig(crop='none', hflip=0.0), p)\n"
@@ -207,3 +207,21 @@ def test_mixer_off_gives_hard_labels_and_an_empty_batch_passes():
     for augment in ({}, {"mixup": 0.8}, {"cutmix": 0.8}):
         _, _, out, soft = mixed(0, **augment)
         assert (out.shape, soft.shape) == ((0, 3, 8, 6), (0, 4))
+
+
+@pytest.mark.parametrize("size", [(4, 64), (16, 256), (64, 4), (1, 16), (9, 7)])
+def test_erase_fills_one_rectangle_of_the_published_area_or_nothing(size):
+    image = np.full((*size, 3), 255, dtype=np.uint8)
+    shares = []
+    for seed in range(200):
+        erased = erase(image, np.random.Generator(np.random.PCG64(seed)))
+        rows, columns = np.nonzero((erased != 255).any(axis=2))
+        assert (image == 255).all()
+        if len(rows):
+            # Noise is 255 in all three channels once in 16 million pixels: the bounding box is the rectangle.
+            box = (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
+            assert box == len(rows)
+            shares.append(box / (size[0] * size[1]))
+    assert all(share < 0.4 for share in shares)
+    if size == (9, 7):
+        assert 0.1 < np.mean(shares) < 0.25

@@ -45,7 +45,19 @@ def test_state_notices_one_flipped_bit_in_its_tensors(tmp_path):
     data = bytearray((path / "tensors.safetensors").read_bytes())
     data[-3] ^= 4
     (path / "tensors.safetensors").write_bytes(data)
-    with pytest.raises(InputError, match="damaged: its tensors do not have the recorded SHA-256"):
+    with pytest.raises(InputError, match="damaged: its tensors does not have the recorded SHA-256"):
+        load_state(path)
+
+
+def test_state_notices_one_changed_digit_in_its_record(tmp_path):
+    path = save_state(tmp_path, 1, TENSORS, {"progress": {"step": 8, "loss_sum": 0.1}})
+    text = (path / "state.json").read_text()
+    for old, new in (('"step": 8', '"step": 9'), ("0.1", "0.3"), ('"step"', '"stEp"')):
+        (path / "state.json").write_text(text.replace(old, new))
+        with pytest.raises(InputError, match="damaged: its record does not have the recorded SHA-256"):
+            load_state(path)
+    (path / "state.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="incomplete or damaged"):
         load_state(path)
 
 

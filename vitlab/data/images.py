@@ -8,6 +8,7 @@ a malformed EXIF block is no reason to refuse whole pixels.
 
 import io
 import os
+import stat
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -80,6 +81,8 @@ def read_image(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
         ImageError: the file is missing, damaged, cut off, no image, or larger than PIXEL_LIMIT.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait, a device never end
+            raise ImageError(path, "is no regular file")
         data = Path(path).read_bytes()
     except OSError as error:
         raise ImageError(path, f"cannot be opened: {error.strerror or error}") from None

@@ -129,9 +129,10 @@ class Loader:
             RunError: a worker process died.
         """
         self._keys.epoch, self._keys.start_batch = epoch, start_batch
-        batches = self._start()
+        batches: Iterator[Batch] | None = None
         while True:
             try:
+                batches = self._start() if batches is None else batches
                 batch = next(batches)
             except StopIteration:
                 return
@@ -144,7 +145,10 @@ class Loader:
                     f"set data.workers lower than {self.workers} (0 needs no shared memory), or enlarge it"
                 ) from error
             if batch.errors and self.on_error == "stop":
-                raise batch.errors[0]
+                error = batch.errors[0]
+                raise ImageError(
+                    error.path, f"{error.reason} (repair or remove it, or leave such out with on_error skip)"
+                )
             yield batch
 
     def _lost_worker(self, error: Exception) -> bool:

@@ -66,7 +66,7 @@ class Preprocess:
             return resize(image, height, width, self.interpolation)
         if self.resize_mode == "pad":
             image = resize(image, *fit_size(H, W, self.image_size), self.interpolation)
-            return pad_center(image, height, width, [round(255 * value) for value in self.mean])
+            return pad_center(image, height, width, [min(max(round(255 * value), 0), 255) for value in self.mean])
         covered = cover_size(H, W, scaled_target(self.image_size, self.crop_fraction))
         return crop_center(resize(image, *covered, self.interpolation), height, width)
 

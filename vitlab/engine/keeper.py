@@ -1,5 +1,6 @@
 """What a run saves, and when: model files, resume states, and the state on a signal."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,8 @@ class Keeper:
         if self._signal is not None:
             raise KeyboardInterrupt
         self._signal = number
+        name = signal.Signals(number).name
+        os.write(2, f"\nvitlab: {name}: finishing the step and saving; once more stops at once\n".encode())
 
     def started(self, trainer: "Trainer") -> None:
         """Save the state of step 0: it tells a run that ended in its first epoch from one that must not be touched."""
@@ -105,7 +108,7 @@ class Keeper:
         kept = [path for path in (self.folder.best, self.folder.last) if path.exists()]
         states = list_states(self.folder.resume)[:1]
         names = ", ".join(str(path) for path in kept + states)
-        return f"safe are {names}" if names else "nothing had been saved yet"
+        return f"kept are {names}" if names else "nothing had been saved yet"
 
     def _interrupted(self, state: Path) -> Interrupted:
         assert self._signal is not None

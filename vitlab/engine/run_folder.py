@@ -1,9 +1,12 @@
 """The run folder: its paths, where a new one goes, and what in it a command goes on from."""
 
+import fcntl
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ _FREE = (
     "train.checkpoint_every_steps",
     "train.grad_checkpointing",
     "data.download",
+    "data.root",  # where the images lie; the fingerprint tells whether they are the same
     "data.on_error",
     "data.workers",
     "monitor.",
@@ -29,14 +33,16 @@ _LENGTH = ("train.epochs", "train.steps")
 class RunFolder:
     """The paths of a run folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, made: tuple[Path, ...] = ()) -> None:
         self.path = path
+        self._made = made
         self.config = path / "config.yaml"
         self.best = path / "best.safetensors"
         self.last = path / "last.safetensors"
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"
         self.resume = path / "resume"
+        self.lock = path / ".lock"
         self.results = path / "results.png"
         self.confusion = path / "confusion.png"
         self.train_batch = path / "train_batch.jpg"
@@ -44,6 +50,31 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Give the lines of metrics.jsonl."""
         return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Make the folder and keep other runs out of it; one that nothing was written into goes again.
+
+        Raises:
+            InputError: another run is in the folder.
+        """
+        made = self._made or tuple(path for path in (self.path, self.path.parent) if not path.exists())
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.lock.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"train.run_dir {self.path} is in use by another run: wait for its end, or give another folder"
+                ) from None
+            try:
+                yield
+            finally:
+                if [path.name for path in self.path.iterdir()] == [self.lock.name]:
+                    self.lock.unlink()
+                    for path in made:
+                        with suppress(OSError):  # somebody else has put something there
+                            path.rmdir()
 
     def refuse_if_used(self) -> None:
         """Raise where something lies here that a run must not overwrite.
@@ -59,12 +90,13 @@ class RunFolder:
         if not self.path.is_dir():
             raise InputError(f"train.run_dir {self.path} is a file: give a folder")
         states = list_states(self.resume)
-        names = {path.name for path in self.path.iterdir()} - {"config.yaml", "train_batch.jpg"}
+        names = {path.name for path in self.path.iterdir()}
         if [step_of(state) for state in states] == [0]:
-            names -= {path.name for path in vars(self).values()}
+            names -= {path.name for path in vars(self).values() if isinstance(path, Path)}
             names -= {name for name in names if name.startswith(".") and name.endswith(".tmp")}
-        elif not states and self.resume.is_dir() and not any(self.resume.glob("[!.]*")):
-            names -= {"resume", "metrics.jsonl"}
+        elif self.lock.name in names and not states:  # ended while it was being set up
+            names -= {path.name for path in (self.lock, self.config, self.train_batch)}
+            names -= {path.name for path in (self.resume,) if not any(path.glob("[!.]*"))}
         if names:
             raise InputError(
                 f"train.run_dir {self.path} is in use (it holds {', '.join(sorted(names)[:3])}): give another folder; "
@@ -72,13 +104,17 @@ class RunFolder:
             )
 
 
-def fresh_run_dir(parent: Path, stem: str) -> Path:
-    """Give parent/stem, or parent/stem-2, -3, ... where that is taken."""
-    stem = re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "run"
-    number = 1
-    while (path := parent / (stem if number == 1 else f"{stem}-{number}")).exists():
-        number += 1
-    return path
+def fresh_run_folder(parent: Path, stem: str) -> RunFolder:
+    """Make parent/stem, or parent/stem-2, -3, ... where that is taken; runs started together get one each."""
+    stem = _file_name(stem)
+    made_parent = () if parent.exists() else (parent,)
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            break
+    return RunFolder(path, made=(path, *made_parent))
 
 
 @dataclass(frozen=True)
@@ -89,8 +125,6 @@ class Start:
     state: Path | None = None
     in_place: bool = True
     """Whether the state lies in the folder, so that the run goes on where it was."""
-    chosen: bool = False
-    """Whether the user named the state, which may not be the newest."""
 
 
 def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callable[[str], None]) -> Start:
@@ -103,7 +137,8 @@ def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callabl
         say: told in a line what is passed over.
 
     Returns:
-        The folder, not yet made, and a whole state that fits configuration and data, or none for a new run.
+        The folder, which is made where it was not named, and a whole state that fits configuration and data; no state
+        for a new run.
 
     Raises:
         InputError: the folder is in use, no state is whole, or the state belongs to another configuration or data.
@@ -114,7 +149,10 @@ def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callabl
         states = _states_at(Path(resume))
         folder = RunFolder(Path(run_dir) if run_dir else states[0].parent.parent)
     else:
-        folder = RunFolder(Path(run_dir) if run_dir else fresh_run_dir(Path("runs"), stem))
+        _refuse_inside(Path(run_dir or "runs"), config.data.root)
+        folder = RunFolder(Path(run_dir)) if run_dir else fresh_run_folder(Path("runs"), stem)
+        if not run_dir and folder.path.name != _file_name(stem):
+            say(f"new run {folder.path}; to go on with an earlier one, give it as train.run_dir")
         states = [state for state in list_states(folder.resume) if step_of(state) > 0] if resume == "auto" else []
     in_place = bool(states) and folder.resume.resolve() == states[0].parent.resolve()
     if not in_place:
@@ -124,12 +162,20 @@ def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callabl
     state, record = _newest_whole(states, say)
     _check_same_run(record["run"]["config"], config, state, say)
     if record["run"]["data"] != data:
-        before, now = record["run"]["data"]["counts"], data["counts"]
+        before, now = (_counts(fingerprint["counts"]) for fingerprint in (record["run"]["data"], data))
         raise InputError(
-            f"the images of {config.data.root} are not those of {state} (were {before}, are {now}): "
+            f"the images of {config.data.root} are not those of {state} (it had {before}, here are {now}): "
             "restore them, or give another train.run_dir"
         )
-    return Start(folder, state, in_place, chosen)
+    return Start(folder, state, in_place)
+
+
+def _refuse_inside(folder: Path, root: str) -> None:
+    if root != "digits" and folder.resolve().is_relative_to(Path(root).resolve()):
+        raise InputError(
+            f"train.run_dir {folder} lies inside data.root {root}, where its pictures would count as images: "
+            "give a folder elsewhere"
+        )
 
 
 def _states_at(path: Path) -> list[Path]:
@@ -153,7 +199,7 @@ def _newest_whole(states: list[Path], say: Callable[[str], None]) -> tuple[Path,
 def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say: Callable[[str], None]) -> None:
     old, new = flatten(before), flatten(config.to_dict())
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    changed = [key for key in changed if not key.startswith(_FREE) and not _same_folder(key, old, new)]
+    changed = [key for key in changed if not key.startswith(_FREE)]
     altering = [key for key in changed if key not in _LENGTH]
     if altering:
         lines = "; ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in altering)
@@ -167,9 +213,12 @@ def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say:
         )
 
 
-def _same_folder(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Tell whether a data set is only written otherwise; its fingerprint tells whether it is the same."""
-    return key == "data.root" and Path(old[key]).name == Path(new[key]).name
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _file_name(stem: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "run"
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Resume states: all that the next step depends on, in a folder that is complete or not there.
 
-RUN/resume/step-N holds `tensors.safetensors` and `state.json`; the JSON names the SHA-256 of the tensors' file. A state
-is written into a hidden folder beside it, synced and renamed, so a kill leaves no half state under a state's name.
+RUN/resume/step-N holds `tensors.safetensors` and `state.json`, which names the SHA-256 of both. A state is written into
+a hidden folder beside it, synced and renamed, so a kill leaves no half state under a state's name.
 Random numbers need no place in it: every stream is a function of the seed and of where in the run it is drawn.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from vitlab.disk import flush
@@ -151,7 +151,8 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict
         save_file(contiguous, aside / "tensors.safetensors")
         with (aside / "tensors.safetensors").open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        text = json.dumps({"format": FORMAT, "sha256": digest, **record}, indent=1)
+        digests = {"tensors": digest, "record": _digest(record)}
+        text = json.dumps({"format": FORMAT, "sha256": digests, "record": record}, indent=1)
         (aside / "state.json").write_text(text, encoding="utf-8")
         for path in (aside / "tensors.safetensors", aside / "state.json", aside):
             flush(path)
@@ -176,17 +177,22 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         InputError: the state is incomplete, damaged or of a newer format.
     """
     try:
-        record = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if record["format"] > FORMAT:
-            raise InputError(f"state {path} has format {record['format']}, newer than {FORMAT}: update vitlab")
+        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if content["format"] > FORMAT:
+            raise InputError(f"state {path} has format {content['format']}, newer than {FORMAT}: update vitlab")
         data = (path / "tensors.safetensors").read_bytes()
-        if hashlib.sha256(data).hexdigest() != record["sha256"]:
-            raise InputError(f"state {path} is damaged: its tensors do not have the recorded SHA-256")
-        return load_file(path / "tensors.safetensors"), record
+        for part, digest in (("tensors", hashlib.sha256(data).hexdigest()), ("record", _digest(content["record"]))):
+            if digest != content["sha256"][part]:
+                raise InputError(f"state {path} is damaged: its {part} does not have the recorded SHA-256")
+        return load(data), content["record"]
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InputError(f"state {path} is incomplete or damaged: {error}") from error
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def list_states(folder: Path) -> list[Path]:

@@ -97,12 +97,13 @@ def read_events(path: Path) -> Iterator[tuple[Any, int]]:
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
+    size = path.stat().st_size
     with path.open("rb") as file:
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", header[:8])
-            record = file.read(length + 4)
-            if not length or len(record) < length + 4:
+            if not length or file.tell() + length + 4 > size:
                 return
+            record = file.read(length + 4)
             try:
                 event = Event.FromString(record[:length])
             except DecodeError:

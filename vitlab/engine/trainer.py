@@ -24,7 +24,7 @@ from vitlab.engine.monitor import Monitor, StepReport
 from vitlab.engine.objectives import Objective
 from vitlab.engine.optim import set_lr
 from vitlab.engine.state import Progress
-from vitlab.errors import RunError
+from vitlab.errors import InputError, RunError
 from vitlab.models.network import device_of
 from vitlab.seeds import derive_seed
 
@@ -123,6 +123,8 @@ class Trainer:
             if self.progress.step == self.total_steps:
                 break
             asked = time.perf_counter()
+        if not self.progress.seen:
+            raise InputError(f"none of {self.progress.skipped} training images could be read: mend those listed above")
 
     def train_step(self, micro_batches: list[Batch]) -> StepReport:
         """Make one optimizer step on the mean loss over all images of its micro-batches."""
