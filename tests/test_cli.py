@@ -40,7 +40,8 @@ def fails(capsys, *arguments: str) -> str:
         (["train", "--data.root", "x", "--data.channels", "1"], "data.mean has 3 values for data.channels 1"),
         (["train", "--model.image_size", "3x3"], "--model.image_size is 3x3: give a whole number or [int, int]"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["train", "photos"], "unknown argument photos"),
+        (["train", "photos"], "unknown argument photos: did you mean --data.root photos?"),
+        (["train", "--data", "photos"], "did you mean --data.root photos?"),
         (["evaluate"], "missing checkpoint, --data"),
         (["evaluate", "x", "--data", "y", "--split", "tst"], "--split is tst: give one of train, val, test, all"),
         (["predict", "x"], "missing paths"),
@@ -95,6 +96,14 @@ def test_cli_lets_the_line_win_over_the_file(tmp_path):
     _, config = parse(["train", "--config", str(path), "--model.overrides.depth", "6", "--train.epochs", "2"])
     assert config.model.overrides == {"depth": 6, "embed_dim": 32}
     assert (config.data.root, config.train.epochs) == ("photos", 2)
+
+
+def test_cli_lets_the_line_win_wherever_the_file_stands(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {root: photos}\ntrain: {epochs: 9}\n", encoding="utf-8")
+    for line in (["--config", str(path), "--train.epochs", "2"], ["--train.epochs", "2", f"--config={path}"]):
+        _, config = parse(["train", *line])
+        assert (config.data.root, config.train.epochs) == ("photos", 2)
 
 
 def test_cli_without_arguments_takes_the_digits_recipe():

@@ -68,6 +68,17 @@ def test_evaluate_matches_classes_by_name(finished_run, color_folder, tmp_path, 
     assert scores["top1"] > 0.8
 
 
+def test_evaluate_says_where_the_model_may_have_seen_the_images(finished_run, color_folder, tmp_path, capsys):
+    for split, note in (("train", "was trained on these images"), ("val", ""), ("test", "")):
+        assert run("evaluate", finished_run, "--data", color_folder, "--split", split) == 0
+        printed = capsys.readouterr().out
+        assert ("note: " in printed) == bool(note)
+        assert note in printed
+    shutil.copytree(color_folder / "train", tmp_path / "flat")
+    assert run("evaluate", finished_run, "--data", tmp_path / "flat") == 0
+    assert "these are not the val images of the model's own run" in capsys.readouterr().out
+
+
 def test_evaluate_skips_and_counts_unreadable_images(finished_run, color_folder, tmp_path, capsys):
     shutil.copytree(color_folder / "val", tmp_path / "val")
     broken = tmp_path / "val" / "red" / "002.png"

@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -105,12 +106,13 @@ def _parse_command(name: str, arguments: list[str]) -> Any:
 
 
 def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
-    """Read a run's configuration: the file first, then what stands on the line.
+    """Read a run's configuration: the file first, then what stands on the line, wherever `--config` stands in it.
 
     Where neither a file nor data is named, the recipe for the built-in digits is the file.
     """
     parser.add_argument("--config", action="config", help="YAML file; what stands on the line after it wins.")
     parser.add_class_arguments(RunConfig, None)
+    arguments = _files_first(arguments)
     try:
         namespace = parser.parse_args(arguments)
         if namespace.config is None and namespace.data.root == RunConfig().data.root:
@@ -121,6 +123,21 @@ def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
     except Exception as error:  # YAML can hold anything, and the parser meets some of it unprepared
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"the configuration cannot be read ({reason}): compare it with --print_config") from error
+
+
+def _files_first(arguments: list[str]) -> list[str]:
+    """Move `--config FILE` and `--config=FILE` to the front; the parser lets a later file undo what stands before."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            files += [argument, *islice(rest, 1)]
+        elif argument.startswith("--config="):
+            files.append(argument)
+        else:
+            others.append(argument)
+    return files + others
 
 
 def _build(parser: Parser, namespace: Namespace) -> RunConfig:
@@ -134,6 +151,7 @@ def _field_helps(options: type) -> dict[str, str]:
     return {param.arg_name: param.description or "" for param in parse_from_object(options).params}
 
 
+_MAIN_FIELDS = {"data": "root", "model": "name", "optim": "name", "train": "run_dir"}
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -152,7 +170,15 @@ def _one_line(message: str, options: list[str]) -> str:
         given = f"--{group[1]}.{match[1]}" if group else match[1]
         nearest = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else "--help lists the options"
-        return f"unknown {'option' if given.startswith('-') else 'argument'} {given}: {hint}"
+        if not given.startswith("-"):
+            root = "--data.root"
+            hint = f"did you mean {root} {given}?" if root in options else "--help lists the options"
+            return f"unknown argument {given}: {hint}"
+        return f"unknown option {given}: {hint}"
+    if match := re.match(r"--(\w+): Unable to load config '(.*?)'", text):
+        field = _MAIN_FIELDS.get(match[1])
+        hint = f"did you mean --{match[1]}.{field} {match[2]}?" if field else "--help lists its options"
+        return f"--{match[1]} takes a YAML file of its section, and {match[2]} is none: {hint}"
     if match := re.search(r"arguments are required: (.*)", text):
         names = [name if f"--{name}" not in options else f"--{name}" for name in match[1].split(", ")]
         return f"missing {', '.join(names)}: --help lists what the command needs"

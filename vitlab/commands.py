@@ -86,11 +86,16 @@ def _split_for(model: "ModelFile", options: EvaluateOptions, console: Console) -
     )
     for note in notes:
         say(console, note)
-    known = run.get("fingerprint", {}).get("sha256", {}).get(split.name)
-    if known is not None and known != fingerprint(split)["sha256"][split.name]:
+    own = run.get("fingerprint", {"sha256": {}, "counts": {}})
+    is_own = own["sha256"].get(split.name) == fingerprint(split)["sha256"][split.name]
+    if split.name == "train" and is_own:
+        say(console, "note: the model was trained on these images")
+    elif split.name in own["sha256"] and not is_own:
+        say(console, f"note: these are not the {split.name} images of the model's own run, and it may have seen some")
+    elif split.name == "all" and len(split) == own["counts"].get("train", 0) + own["counts"].get("val", 0):
         say(
             console,
-            f"note: these are not the {split.name} images of the model's own run; it may have seen some of them",
+            "note: as many images as the model's run had; if they are the same, it was trained on most of them",
         )
     return split
 

@@ -328,7 +328,7 @@ def _conclude(console: Console, folder: RunFolder, seconds: float) -> None:
     best = load_model(folder.best).metrics
     say(
         console,
-        f"best: val {headline(best)} at epoch {best['epoch']}, of {best['count']} images; {duration(seconds)} in this session",
+        f"best: val {headline(best)} at epoch {best['epoch']}, {best['count']} images; in {duration(seconds)}",
     )
     say(console, f"curves: {folder.results}, or tensorboard --logdir {folder.path}")
     say(console, f"run: {folder.path}")

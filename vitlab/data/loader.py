@@ -145,10 +145,8 @@ class Loader:
                     f"set data.workers lower than {self.workers} (0 needs no shared memory), or enlarge it"
                 ) from error
             if batch.errors and self.on_error == "stop":
-                error = batch.errors[0]
-                raise ImageError(
-                    error.path, f"{error.reason} (repair or remove it, or leave such out with on_error skip)"
-                )
+                first = batch.errors[0]
+                raise ImageError(first.path, f"{first.reason} (repair it, remove it, or set on_error to skip)")
             yield batch
 
     def _lost_worker(self, error: Exception) -> bool:

@@ -155,15 +155,21 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> Model
             f"{file.path} is not a model file of vitlab: it holds weights alone; train from them with model.weights"
         )
     record = file.record
-    return ModelFile(
-        network=_build(file, record["model"]).to(device).eval(),
-        classes=tuple(record["classes"]),
-        preprocess=Preprocess.from_dict(record["preprocess"]),
-        metrics=record["metrics"],
-        weights=record["weights"],
-        data=record["data"],
-        version=record["version"],
-    )
+    try:
+        model = ModelFile(
+            network=_build(file, record["model"]).to(device).eval(),
+            classes=tuple(map(str, record["classes"])),
+            preprocess=Preprocess.from_dict(record["preprocess"]),
+            metrics=dict(record["metrics"]),
+            weights=record["weights"],
+            data=dict(record["data"]),
+            version=record["version"],
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise _damaged(file.path, f"its record is not as it should be ({error})") from error
+    if len(model.classes) != model.network.num_classes:
+        raise _damaged(file.path, f"it names {len(model.classes)} classes for {model.network.num_classes} logits")
+    return model
 
 
 def _build(file: SafetensorsFile, model: dict[str, Any]) -> Network:
