@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
-make_environment dev,parquet
+make_environment dev,heif,parquet
 
 ruff format --check .
 ruff check .

@@ -248,7 +248,7 @@ def test_read_image_names_why_a_file_is_no_image(tmp_path, content, reason):
 def test_read_image_reports_missing_files_and_folders(tmp_path):
     with pytest.raises(ImageError, match=r"gone\.jpg: cannot be opened: No such file"):
         read_image(tmp_path / "gone.jpg")
-    with pytest.raises(ImageError, match="directory"):
+    with pytest.raises(ImageError, match="is no regular file"):
         read_image(tmp_path)
 
 
