@@ -131,6 +131,9 @@ def test_predict_without_a_file_prints_a_table(finished_run, color_folder, capsy
     [
         (["train", "--data.root", "NOWHERE"], "NOWHERE does not exist"),
         (["train", "--data.root", "EMPTY"], "EMPTY"),
+        (["train", "--data.root", "CIFAR"], "perhaps CIFAR/inner was meant"),
+        (["train", "--data.root", "CIFAR/inner"], "lacks data_batch_2.bin"),
+        (["train", "--data.root", "CIFAR/inner/cifar-10-batches-bin/data_batch_1.bin"], "is a file: give the folder"),
         (["train", "--model.name", "vit_tinny"], "did you mean vit_tiny?"),
         (["train", "--model.overrides.dept", "3"], "did you mean depth?"),
         (["train", "--model.overrides.depth", "x"], "depth is 'x': give a whole number"),
@@ -156,6 +159,8 @@ def test_predict_without_a_file_prints_a_table(finished_run, color_folder, capsy
 def test_wrong_input_gives_one_line(capsys, tmp_path, finished_run, color_folder, monkeypatch, arguments, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "CIFAR" / "inner" / "cifar-10-batches-bin").mkdir(parents=True)
+    (tmp_path / "CIFAR" / "inner" / "cifar-10-batches-bin" / "data_batch_1.bin").touch()
     places = {"RUN": str(finished_run), "DATA": str(color_folder)}
     for word, place in places.items():
         arguments = [argument.replace(word, place) for argument in arguments]
