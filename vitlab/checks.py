@@ -41,18 +41,20 @@ def require_positive(config: object, *names: str, section: str = "") -> None:
 
 
 def require_not_negative(config: object, *names: str, section: str = "") -> None:
-    """Require numbers of 0 or more; None passes."""
+    """Require numbers of 0 or more; of a tuple all, and None passes."""
     for name in names:
         value = getattr(config, name)
-        fits = value is None or (is_number(value) and value >= 0)
+        numbers = value if isinstance(value, tuple) else (value,)
+        fits = value is None or all(is_number(number) and number >= 0 for number in numbers)
         require(fits, f"{_label(section, name)} is {value!r}: give 0 or more")
 
 
 def require_fractions(config: object, *names: str, section: str = "") -> None:
-    """Require numbers from 0 to 1."""
+    """Require numbers from 0 to 1, of a tuple all."""
     for name in names:
         value = getattr(config, name)
-        fits = is_number(value) and 0 <= value <= 1
+        numbers = value if isinstance(value, tuple) else (value,)
+        fits = all(is_number(number) and 0 <= number <= 1 for number in numbers)
         require(fits, f"{_label(section, name)} is {value!r}: give a number from 0 to 1")
 
 

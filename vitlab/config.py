@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitlab.checks import (
+    is_number,
     require,
     require_channel_statistics,
     require_fractions,
@@ -21,6 +22,7 @@ from vitlab.errors import InputError
 
 ResizeMode = Literal["crop", "squash", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
+Schedule = Literal["cosine", "linear", "step", "constant"]
 WeightsKind = Literal["raw", "ema"]
 """The trained weights, or their moving average."""
 
@@ -37,6 +39,8 @@ class ModelConfig:
     """Number of classes; default: as many as the training folder holds, and another number is an error."""
     weights: str | None = None
     """Model file, run folder or foreign checkpoint to start from; default: fresh weights."""
+    freeze: Literal["none", "backbone"] | int = "none"
+    """What is not trained: `none`, `backbone` for all but the head, or N for all but the last N blocks and the head."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the architecture's config; on the line `--model.overrides.depth 6`. ViT: patch_size, embed_dim, depth,
     num_heads, mlp_ratio, qkv_bias, drop_rate, drop_path_rate, pool (cls, mean), norm (pre, post), pos_embed (learned,
@@ -50,6 +54,10 @@ class ModelConfig:
             f"model.image_size is {self.image_size}: give a side or [height, width] of more than 0 pixels",
         )
         require_positive(self, "num_classes", section="model")
+        require(
+            isinstance(self.freeze, str) or self.freeze > 0,
+            f"model.freeze is {self.freeze}: give none, backbone, or how many of the last blocks to train",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +65,23 @@ class DataConfig:
     """Where the images are, and how they become tensors."""
 
     root: str = "digits"
-    """Folder of images, folder of CIFAR batches, or the built-in `digits`."""
+    """Folder of images, of CIFAR batches or of IDX files, a .csv or .jsonl manifest, or the built-in `digits`."""
     val_fraction: float = 0.1
     """Share of the training images, stratified and seeded, that validates where there is no validation split."""
+    val_seed: int = 0
+    """Seed of that cut; train.seed does not change it, so that runs of several seeds validate on the same images."""
+    sampling: Literal["shuffled", "balanced"] = "shuffled"
+    """`shuffled`: every training image once an epoch. `balanced`: as many draws, every class equally often."""
     channels: Literal[1, 3] = 3
     """3 for RGB, 1 for greyscale."""
     workers: int | None = None
     """Loader processes; default: one less than the cores, at most 8. The result does not depend on it."""
     on_error: Literal["stop", "skip"] = "stop"
     """At an unreadable image: `stop` ends the run and names it, `skip` counts it, lists it and goes on without it."""
+    cache: Literal["none", "memory", "disk"] = "none"
+    """Keep decoded and resized images in memory, or in one memory-mapped file that later runs find again."""
+    cache_dir: str | None = None
+    """Folder of the cache files; default: vitlab in the user's cache folder."""
     resize_mode: ResizeMode = "crop"
     """Evaluation: `crop` the centre, `squash` to the size, or `pad` to the aspect ratio with the mean colour."""
     crop_fraction: float = 0.9
@@ -88,7 +104,7 @@ class DataConfig:
             0.0 < self.val_fraction < 1.0, f"data.val_fraction is {self.val_fraction}: give a number between 0 and 1"
         )
         require_shares(self, "crop_fraction", section="data")
-        require_not_negative(self, "workers", section="data")
+        require_not_negative(self, "workers", "val_seed", section="data")
         require_channel_statistics(self, section="data")
 
 
@@ -104,6 +120,14 @@ class AugmentConfig:
     """Padded crop: width of the border in pixels."""
     hflip: float = 0.5
     """Probability of a left-right flip."""
+    policy: Literal["none", "randaugment", "autoaugment"] = "none"
+    """Published chains of random operations on colour and shape, after crop and flip."""
+    policy_ops: int = 2
+    """RandAugment: operations on each image."""
+    policy_magnitude: float = 9.0
+    """RandAugment: strength on the paper's scale, 0 to 10."""
+    policy_magnitude_std: float = 0.0
+    """RandAugment: standard deviation of the strength from operation to operation; DeiT and Swin have 0.5."""
     color_jitter: float = 0.0
     """Strength of random brightness, contrast and saturation, from 0 to 1."""
     erasing: float = 0.0
@@ -112,12 +136,23 @@ class AugmentConfig:
     """Beta parameter of mixup; 0 leaves it out."""
     cutmix: float = 0.0
     """Beta parameter of cutmix; 0 leaves it out. With both, each batch takes one of them at even odds."""
+    unmixed_epochs: int = 0
+    """Last epochs that train without mixup and cutmix."""
+    repeats: int = 1
+    """Views of an image in a batch, each augmented anew; an epoch has as many views as images, so fewer images."""
 
     def __post_init__(self) -> None:
         require_values(self, section="augment")
         require_fractions(self, "hflip", "color_jitter", "erasing", section="augment")
+        require_positive(self, "repeats", "policy_ops", section="augment")
         require_shares(self, "crop_min_scale", section="augment")
-        require_not_negative(self, "crop_padding", "mixup", "cutmix", section="augment")
+        require_not_negative(
+            self, "crop_padding", "mixup", "cutmix", "unmixed_epochs", "policy_magnitude_std", section="augment"
+        )
+        require(
+            is_number(self.policy_magnitude) and 0 <= self.policy_magnitude <= 10,
+            f"augment.policy_magnitude is {self.policy_magnitude}: give a number from 0 to 10",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +163,16 @@ class ObjectiveConfig:
     """`classification`: cross-entropy of the class logits."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes."""
+    class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"
+    """Weight of each class in the loss: none, `balanced` for one over its share of the images, or a list."""
 
     def __post_init__(self) -> None:
         require_values(self, section="objective")
         require(
             0.0 <= self.label_smoothing < 1.0, f"objective.label_smoothing is {self.label_smoothing}: give 0 to below 1"
         )
+        if isinstance(self.class_weights, tuple):
+            require_positive(self, "class_weights", section="objective")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +193,14 @@ class OptimConfig:
     """Factor of the learning rate from each block down to the one below; default: the same rate everywhere."""
     warmup_steps: int | None = None
     """Optimizer steps of linear warm-up; default: a twentieth of the run."""
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     """Course of the learning rate after warm-up."""
     min_lr: float = 0.0
-    """Learning rate of the last step under `cosine`."""
+    """Learning rate of the last step under `cosine` and `linear`, and the lowest under `step`."""
+    decay_at: tuple[float, ...] = (0.5, 0.75)
+    """Schedule `step`: shares of the run after which the rate falls."""
+    decay_factor: float = 0.1
+    """Schedule `step`: what the rate is multiplied by at each of them."""
     clip_grad: float | None = None
     """Largest norm of the whole gradient; default: no clipping."""
 
@@ -168,6 +211,8 @@ class OptimConfig:
         require(self.min_lr <= self.lr, f"optim.min_lr {self.min_lr} is above optim.lr {self.lr}: give less")
         if self.layer_decay is not None:
             require_shares(self, "layer_decay", section="optim")
+        require_shares(self, "decay_factor", section="optim")
+        require_fractions(self, "decay_at", section="optim")
         require_fractions(self, "momentum", section="optim")
         require(
             self.betas is None or all(0.0 <= beta < 1.0 for beta in self.betas),
@@ -195,10 +240,20 @@ class TrainConfig:
     """`auto` (a GPU where there is one), cpu, cuda or cuda:N, mps."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of training; `auto` takes bf16 where the device computes in it. Scores are computed in fp32."""
+    ema_decay: float | None = None
+    """Decay of a moving average of the weights, such as 0.999; scored beside the weights themselves. Default: none."""
+    compile: bool = False
+    """Compile the network's repeated block: seconds of waiting, then faster steps."""
     grad_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
     evaluate_every_epochs: int = 1
     """Epochs between evaluations on the validation split; the last epoch is always evaluated."""
+    patience: int | None = None
+    """End the run after so many evaluations in a row without a better one; default: never."""
+    find_lr: bool = False
+    """Before training, try learning rates on a copy, save the curve and a suggestion; the run itself stays the same."""
+    seeds: tuple[int, ...] | None = None
+    """Make one run for each of these seeds, in run_dir/seed-N, in place of the one of train.seed."""
     checkpoint_every_steps: int | None = None
     """Optimizer steps between resume states; default: at the end of each epoch only."""
     resume: str = "auto"
@@ -214,9 +269,20 @@ class TrainConfig:
             "accumulate",
             "evaluate_every_epochs",
             "checkpoint_every_steps",
+            "patience",
             section="train",
         )
-        require_not_negative(self, "seed", section="train")
+        require_not_negative(self, "seed", "seeds", section="train")
+        if self.seeds is not None:
+            require(
+                len(set(self.seeds)) == len(self.seeds) > 0,
+                f"train.seeds is {list(self.seeds)}: give different numbers, one for each run",
+            )
+        if self.ema_decay is not None:
+            require(
+                is_number(self.ema_decay) and 0 < self.ema_decay < 1,
+                f"train.ema_decay is {self.ema_decay}: give a number between 0 and 1, such as 0.999",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
