@@ -66,10 +66,15 @@ def require_shares(config: object, *names: str, section: str = "") -> None:
         require(fits, f"{_label(section, name)} is {value!r}: give more than 0, at most 1")
 
 
-def require_channel_statistics(config: Any, *, section: str = "") -> None:
-    """Require that `mean` and `std` are tuples of a number for each of `channels`, those of `std` above 0."""
+def require_channel_statistics(config: Any, *, section: str = "", may_lack: bool = False) -> None:
+    """Require that `mean` and `std` are tuples of a number for each of `channels`, those of `std` above 0.
+
+    With `may_lack` None passes.
+    """
     for name in ("mean", "std"):
         label, values = _label(section, name), getattr(config, name)
+        if may_lack and values is None:
+            continue
         require(
             isinstance(values, tuple) and all(map(is_number, values)),
             f"{label} is {values!r}: give a number for each channel",
@@ -78,7 +83,8 @@ def require_channel_statistics(config: Any, *, section: str = "") -> None:
             len(values) == config.channels,
             f"{label} has {len(values)} values for {_label(section, 'channels')} {config.channels}: give one for each",
         )
-    require(min(config.std) > 0, f"{_label(section, 'std')} is {config.std}: give numbers above 0")
+    lowest = 1.0 if config.std is None else min(config.std)
+    require(lowest > 0, f"{_label(section, 'std')} is {config.std}: give numbers above 0")
 
 
 def require_multiple(what: str, value: int, of: str, divisor: int) -> None:

@@ -7,8 +7,8 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
-from typing import Any, NoReturn
+from itertools import islice, takewhile
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
@@ -112,7 +112,7 @@ def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
     """
     parser.add_argument("--config", action="config", help="YAML file; what stands on the line after it wins.")
     parser.add_class_arguments(RunConfig, None)
-    arguments = _files_first(arguments)
+    arguments = _join_lists(_files_first(arguments))
     try:
         namespace = parser.parse_args(arguments)
         if namespace.config is None and namespace.data.root == RunConfig().data.root:
@@ -138,6 +138,39 @@ def _files_first(arguments: list[str]) -> list[str]:
         else:
             others.append(argument)
     return files + others
+
+
+def _join_lists(arguments: list[str]) -> list[str]:
+    """Turn `--train.seeds 1 2 3` into `--train.seeds [1,2,3]` wherever a field takes several values."""
+    lists = _list_options()
+    joined: list[str] = []
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        position += 1
+        joined.append(argument)
+        if argument not in lists:
+            continue
+        values = list(takewhile(lambda value: re.fullmatch(_NUMBER, value), arguments[position:]))
+        if len(values) > 1 or (values and lists[argument]):
+            joined.append(f"[{','.join(values)}]")
+            position += len(values)
+    return joined
+
+
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
+
+
+def _list_options() -> dict[str, bool]:
+    """Name the options that take several numbers, and tell of each whether it takes nothing else."""
+    options = {}
+    for section, config in get_type_hints(RunConfig).items():
+        for name, hint in get_type_hints(config).items():
+            kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+            tuples = [kind for kind in (hint, *kinds) if get_origin(kind) is tuple]
+            if tuples:
+                options[f"--{section}.{name}"] = hint in tuples or len(kinds) == 1
+    return options
 
 
 def _build(parser: Parser, namespace: Namespace) -> RunConfig:

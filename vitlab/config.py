@@ -88,10 +88,10 @@ class DataConfig:
     """Evaluation with `crop`: side of the crop over the shorter side of the resized image."""
     interpolation: Interpolation = "bicubic"
     """Resampling filter of evaluation and training."""
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    """Mean of each channel in [0, 1] that is subtracted; default: ImageNet's."""
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    """Standard deviation of each channel that is divided by; default: ImageNet's."""
+    mean: tuple[float, ...] | None = None
+    """Mean of each channel in [0, 1] that is subtracted; default: ImageNet's, and 0.5 for greyscale."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each channel that is divided by; default: ImageNet's, and 0.25 for greyscale."""
     allow_empty_classes: bool = False
     """Keep a class folder without images as a class instead of stopping."""
     download: bool = False
@@ -105,7 +105,7 @@ class DataConfig:
         )
         require_shares(self, "crop_fraction", section="data")
         require_not_negative(self, "workers", "val_seed", section="data")
-        require_channel_statistics(self, section="data")
+        require_channel_statistics(self, section="data", may_lack=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,11 +322,12 @@ class RunConfig:
         return plain
 
     def to_yaml(self) -> str:
-        """Give the configuration as YAML without `run_dir` and `resume`: where a run lies does not change it."""
+        """Give the configuration as YAML without what says where runs lie and how many: that does not change one."""
         import yaml
 
         sections = self.to_dict()
-        del sections["train"]["run_dir"], sections["train"]["resume"]
+        for name in ("run_dir", "resume", "seeds", "find_lr"):
+            del sections["train"][name]
         return str(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True))
 
 

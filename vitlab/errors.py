@@ -8,6 +8,10 @@ class InputError(ValueError):
     """What the user gave is wrong; the message says what was given, what is needed and what to do. Exit code 2."""
 
 
+class Finished(InputError):  # noqa: N818 - an ending, not an error
+    """The run that was asked for has been made already, to its end."""
+
+
 class RunError(RuntimeError):
     """The work failed on its way (disk full, non-finite loss); the message says what, and what is safe. Exit code 1."""
 

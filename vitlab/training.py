@@ -1,6 +1,10 @@
 """Training as one call: from a configuration to a finished run folder."""
 
+import dataclasses
+import json
+import os
 import shutil
+import statistics
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -9,40 +13,28 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vitlab.config import RunConfig, WeightsKind
-from vitlab.data.augment import Mixer, TrainTransform
+from vitlab.assembly import build_data, build_network, build_trainer, build_trial
+from vitlab.config import RunConfig
+from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
 from vitlab.data.loader import Loader
-from vitlab.data.preprocess import EvalTransform, Preprocess
 from vitlab.disk import replacing
 from vitlab.engine import figures
 from vitlab.engine.device import resolve_device
 from vitlab.engine.evaluator import Scores, headline
-from vitlab.engine.keeper import Keeper
+from vitlab.engine.lr_finder import sweep_lr
 from vitlab.engine.monitor import Monitor
-from vitlab.engine.objectives import build_objective
-from vitlab.engine.optim import build_optimizer, build_schedule
-from vitlab.engine.run_folder import RunFolder, Start, flatten, open_run
+from vitlab.engine.run_folder import RunFolder, Start, flatten, fresh_run_folder, open_run
 from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
-from vitlab.engine.trainer import Trainer, TrainingData, count_steps
-from vitlab.errors import InputError, RunError
-from vitlab.models.catalog import create_model
-from vitlab.models.files import load_model, save_model
-from vitlab.models.network import Network
-from vitlab.models.weights import load_weights
+from vitlab.engine.trainer import Trainer, TrainingData
+from vitlab.errors import Finished, InputError, RunError
+from vitlab.models.files import load_model
 from vitlab.seeds import derive_seed
 from vitlab.text import duration, say
 
 _PREVIEW_IMAGES = 16
 _FEW_IMAGES = 50
-# Fields of every network's config that the run's configuration names elsewhere.
-_OWN_OPTIONS = {
-    "name": "model.name",
-    "image_size": "model.image_size",
-    "num_classes": "model.num_classes",
-    "in_channels": "data.channels",
-}
 _CURVES = ("val/top1", "val/loss", "train/loss")
 
 
@@ -54,7 +46,7 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
         console: where progress is shown; default: nowhere.
 
     Returns:
-        The run folder.
+        The run folder; with `train.seeds` the folder that holds a run for each seed.
 
     Raises:
         InputError: the configuration, the data or an image is wrong.
@@ -62,26 +54,56 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
         Interrupted: a signal came; the state is saved, and the same call goes on.
     """
     console = console or Console(quiet=True)
+    return _run(config, console) if config.train.seeds is None else _run_seeds(config, config.train.seeds, console)
+
+
+def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console) -> Path:
+    """Make a run for each seed; one that is finished already stays, so that the same call goes on after a stop."""
+    if config.train.resume not in ("auto", "never"):
+        raise InputError(
+            f"train.resume {config.train.resume} is one run's, and train.seeds makes several: leave it out"
+        )
+    parent = Path(config.train.run_dir) if config.train.run_dir else fresh_run_folder(Path("runs"), _stem(config)).path
+    scores = []
+    for seed in seeds:
+        folder = parent / f"seed-{seed}"
+        train = dataclasses.replace(config.train, seeds=None, seed=seed, run_dir=str(folder))
+        try:
+            _run(dataclasses.replace(config, train=train), console)
+        except Finished as finished:
+            say(console, str(finished))
+        scores.append(load_model(folder / "best.safetensors").metrics["top1"])
+    listed = ", ".join(f"{score:.2%}" for score in scores)
+    spread = f", standard deviation {statistics.stdev(scores):.2%}" if len(scores) > 1 else ""
+    say(console, f"{len(seeds)} seeds: val top-1 {listed}; mean {statistics.mean(scores):.2%}{spread}")
+    say(console, f"runs: {parent}")
+    return parent
+
+
+def _stem(config: RunConfig) -> str:
+    return f"{config.model.name}-{Path(config.data.root).resolve().name}"
+
+
+def _run(config: RunConfig, console: Console) -> Path:
     began = time.perf_counter()
     device = resolve_device(config.train.device)
     dataset = load_dataset(
         config.data.root,
         val_fraction=config.data.val_fraction,
-        seed=config.train.seed,
+        seed=config.data.val_seed,
         allow_empty_classes=config.data.allow_empty_classes,
         download=config.data.download,
     )
     for note in dataset.notes:
         say(console, note)
-    stem = f"{config.model.name}-{Path(config.data.root).resolve().name}"
-    start = open_run(config, fingerprint(dataset), stem=stem, say=lambda line: say(console, line))
+    start = open_run(config, fingerprint(dataset), stem=_stem(config), say=lambda line: say(console, line))
     with ExitStack() as stack:
         stack.enter_context(start.folder.claimed())
-        network = _build_network(config, dataset, console, fresh=start.state is None).to(device)
-        data = _build_data(config, dataset, network)
+        network = build_network(config, dataset, console, fresh=start.state is None).to(device)
+        data = build_data(config, dataset, network)
         stack.enter_context(closing(data.train))
         stack.enter_context(closing(data.val))
-        trainer = _build_trainer(config, dataset, network, data, start.folder, console)
+        trainer = build_trainer(config, dataset, network, data, start.folder, console)
         try:
             if start.state is not None:
                 _go_on(trainer, start, start.state, console)
@@ -89,6 +111,8 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
             if trainer.monitor.events is not None:
                 stack.callback(trainer.monitor.events.close)
             _describe(console, config, dataset, trainer)
+            if config.train.find_lr and start.state is None:
+                _find_lr(config, trainer, console)
             _fit(trainer)
         except OSError as error:
             reason = f"{error.strerror or error} ({error.filename or start.folder.path})"
@@ -108,110 +132,6 @@ def _fit(trainer: Trainer) -> None:
     _plot(trainer)
 
 
-def _build_network(config: RunConfig, dataset: Dataset, console: Console, *, fresh: bool) -> Network:
-    """Build the network; a run that is not fresh takes its weights from a state, and reads no others."""
-    K = len(dataset.classes)
-    for field, option in _OWN_OPTIONS.items():
-        if field in config.model.overrides:
-            raise InputError(f"model.overrides.{field} has an option of its own: give {option}")
-    if config.model.num_classes not in (None, K):
-        raise InputError(
-            f"model.num_classes is {config.model.num_classes}, and {config.data.root} has {K} classes "
-            f"({', '.join(dataset.classes[:5])}{', ...' if K > 5 else ''}): leave it out or give {K}"
-        )
-    if odd := [key for key in config.model.overrides if not isinstance(key, str)]:
-        raise InputError(f"model.overrides has the key {odd[0]!r}: give names of fields, such as depth")
-    torch.manual_seed(derive_seed(config.train.seed, "weights"))
-    network = create_model(
-        config.model.name,
-        num_classes=K,
-        image_size=config.model.image_size or dataset.native_size,
-        in_channels=config.data.channels,
-        **config.model.overrides,
-    )
-    if fresh and config.model.weights is not None:
-        say(console, load_weights(network, config.model.weights).summary())
-    if config.train.grad_checkpointing:
-        network.set_grad_checkpointing()
-    return network
-
-
-def _build_data(config: RunConfig, dataset: Dataset, network: Network) -> TrainingData:
-    data, batch_size, seed = config.data, config.train.batch_size, config.train.seed
-    preprocess = Preprocess(
-        image_size=network.image_size,
-        resize_mode=data.resize_mode,
-        crop_fraction=data.crop_fraction,
-        interpolation=data.interpolation,
-        mean=data.mean,
-        std=data.std,
-        channels=data.channels,
-    )
-    train = Loader(
-        dataset.splits["train"],
-        TrainTransform(config.augment, preprocess),
-        batch_size=batch_size,
-        seed=seed,
-        workers=data.workers,
-        shuffle=True,
-        on_error=data.on_error,
-    )
-    val = Loader(
-        dataset.splits["val"],
-        EvalTransform(preprocess),
-        batch_size=batch_size,
-        workers=data.workers,
-        on_error=data.on_error,
-    )
-    mixer = Mixer(config.augment, len(dataset.classes))
-    return TrainingData(train=train, val=val, classes=dataset.classes, preprocess=preprocess, mixer=mixer)
-
-
-def _build_trainer(
-    config: RunConfig, dataset: Dataset, network: Network, data: TrainingData, folder: RunFolder, console: Console
-) -> Trainer:
-    origin = {
-        "name": Path(config.data.root).name,
-        "val_fraction": config.data.val_fraction,
-        "seed": config.train.seed,
-        "fingerprint": fingerprint(dataset),
-    }
-
-    def save(path: Path, *, metrics: dict[str, Any], weights: WeightsKind) -> None:
-        save_model(
-            path,
-            network,
-            classes=data.classes,
-            preprocess=data.preprocess,
-            metrics=metrics,
-            weights=weights,
-            data=origin,
-        )
-
-    keeper = Keeper(
-        folder,
-        run={"config": config.to_dict(), "data": origin["fingerprint"]},
-        save_model=save,
-        every_steps=config.train.checkpoint_every_steps,
-    )
-    monitor = Monitor(
-        folder.metrics,
-        log_every_steps=config.monitor.log_every_steps,
-        total_epochs=None if config.train.steps else config.train.epochs,
-        console=console,
-    )
-    return Trainer(
-        build_objective(config.objective, network),
-        build_optimizer(config.optim, network),
-        build_schedule(config.optim, count_steps(config.train, len(data.train))),
-        data=data,
-        config=config.train,
-        clip_grad=config.optim.clip_grad,
-        keeper=keeper,
-        monitor=monitor,
-    )
-
-
 def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> None:
     """Put the trainer where a state stands; a state of another folder brings its run's best file and curves along."""
     trainer.keeper.resume(trainer, state)
@@ -222,7 +142,7 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
         )
     if trainer.done:
         _plot(trainer)  # the run may have been killed just before
-        raise InputError(
+        raise Finished(
             f"the run of {state} is finished: give another train.run_dir for a new one, or more train.epochs to go on"
         )
     say(console, f"going on from {state}")
@@ -313,10 +233,25 @@ def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Tr
     say(console, f"run: {trainer.keeper.folder.path}")
 
 
-def _show_confusion(trainer: Trainer, scores: Scores) -> None:
+def _find_lr(config: RunConfig, trainer: Trainer, console: Console) -> None:
+    """Try rates on a copy, save the curve, and say what to make of it; the run itself stays as it is configured."""
+    quiet = Monitor(Path(os.devnull), log_every_steps=1, total_epochs=None, console=Console(quiet=True))
+    curve = sweep_lr(build_trial(config, trainer, quiet))
+    folder = trainer.keeper.folder
+    found = curve.suggestion
+    with replacing(folder.lr_json) as aside:
+        aside.write_text(json.dumps({**dataclasses.asdict(curve), "suggestion": found}, indent=1) + "\n")
+    figures.plot_lr_curve(curve.rates, curve.losses, curve.smoothed, found, folder.lr_plot)
+    hint = "the loss did not fall at any rate" if found is None else f"the loss falls steepest at {found:.1e}"
+    say(console, f"learning rates: {hint}; this run keeps optim.lr {config.optim.lr:g}; curve: {folder.lr_plot}")
+
+
+def _show_confusion(trainer: Trainer, scored: list[Scores]) -> None:
     """Draw the confusion matrix of an evaluation that is the best so far, as a file and for TensorBoard."""
-    if trainer.progress.best_step != trainer.progress.step:
+    progress = trainer.progress
+    if progress.best_step != progress.step:
         return
+    scores = next(scores for scores in scored if scores.weights == progress.best_weights)
     picture = figures.confusion_image(scores.confusion.numpy(), scores.classes)
     figures.save_image(trainer.keeper.folder.confusion, picture)
     if trainer.monitor.events is not None:
@@ -328,7 +263,8 @@ def _conclude(console: Console, folder: RunFolder, seconds: float) -> None:
     best = load_model(folder.best).metrics
     say(
         console,
-        f"best: val {headline(best)} at epoch {best['epoch']}, {best['count']} images; in {duration(seconds)}",
+        f"best: val {headline(best)} ({best['weights']} weights) at epoch {best['epoch']}, {best['count']} images; "
+        f"in {duration(seconds)}",
     )
     say(console, f"curves: {folder.results}, or tensorboard --logdir {folder.path}")
     say(console, f"run: {folder.path}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vitlab.config import OptimConfig
-from vitlab.engine.optim import build_optimizer, build_schedule, lr_at, parameter_groups, set_lr
+from vitlab.engine.optim import build_ema, build_optimizer, build_schedule, freeze, lr_at, parameter_groups, set_lr
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model
 
@@ -34,6 +34,38 @@ def test_lr_at_without_warmup_begins_at_the_peak():
 def test_lr_at_constant_stays_after_warmup():
     rates = [lr_at(step, total_steps=6, lr=3.0, warmup_steps=2, schedule="constant") for step in range(6)]
     assert rates == [1.5, 3.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_lr_at_linear_falls_by_equal_amounts_to_the_minimum():
+    rates = [lr_at(step, total_steps=8, lr=1.0, warmup_steps=2, schedule="linear", min_lr=0.4) for step in range(8)]
+    assert rates == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+
+
+def test_lr_at_step_falls_after_each_share_of_the_run():
+    settings = {"total_steps": 8, "lr": 1.0, "schedule": "step", "decay_at": (0.5, 0.75), "decay_factor": 0.1}
+    rates = [lr_at(step, **settings) for step in range(8)]
+    assert rates == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert lr_at(7, **settings, min_lr=0.05) == 0.05
+
+
+def test_schedule_takes_the_steps_from_the_configuration():
+    schedule = build_schedule(
+        OptimConfig(lr=2.0, schedule="step", decay_at=(0.25,), decay_factor=0.5, warmup_steps=0), 4
+    )
+    assert [schedule(step) for step in range(4)] == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_ema_follows_the_warmed_up_average_by_hand():
+    module = torch.nn.Linear(1, 1, bias=False)
+    ema = build_ema(module, 0.5)
+    average = 0.0
+    for update, weight in enumerate((1.0, 2.0, 4.0, 8.0), start=1):
+        torch.nn.init.constant_(module.weight, weight)
+        decay = min(1 - update ** (-2 / 3), 0.5)  # 0, .37, .5, .5
+        average = decay * average + (1 - decay) * weight
+        ema.update(module, step=update)
+        assert ema.module.weight.item() == pytest.approx(average)
+    assert average == pytest.approx(((1 + 2 ** (-2 / 3)) / 2 + 4 / 2) / 2 + 8 / 2)
 
 
 def test_schedule_warms_up_for_a_twentieth_by_default():
@@ -94,3 +126,27 @@ def test_optimizer_names_the_nearest_for_an_unknown_one():
 def test_optimizer_reports_settings_that_it_does_not_take():
     with pytest.raises(InputError, match=r"optim.betas is \(0.9, 0.99\), and optim.name sgd has none"):
         build_optimizer(OptimConfig(name="sgd", betas=(0.9, 0.99)), network())
+
+
+@pytest.mark.parametrize(
+    ("what", "trained"),
+    [
+        ("none", 152),
+        ("backbone", 2),
+        (1, 2 + 2 + 12),  # head, norm and the last block
+        (3, 2 + 2 + 36),
+    ],
+)
+def test_freeze_leaves_what_is_asked_for(what, trained):
+    model = network()
+    freeze(model, what)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(names) == trained
+    assert {"head.weight", "head.bias"} <= set(names)
+    groups = parameter_groups(model, weight_decay=0.05, layer_decay=0.75)
+    assert sum(len(group["params"]) for group in groups) == trained
+
+
+def test_freeze_refuses_more_blocks_than_there_are():
+    with pytest.raises(InputError, match=r"model.freeze 13 asks for more blocks than the network's 12"):
+        freeze(network(), 13)

@@ -70,10 +70,13 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
     if loss.lines:
         loss.legend(frameon=False)
 
-    steps, values = _curve(top1, records, "val/top1", color=VERMILION, scale=100)
+    steps, values = _curve(top1, records, "val/top1", color=VERMILION, scale=100, label="weights")
+    ema_steps, ema_values = _curve(top1, records, "val_ema/top1", color=BLUE, scale=100, label="moving average")
     _finish_panel(top1, title="Top-1 accuracy on validation images", unit="%")
     if values:
-        _mark_best(top1, steps, values)
+        _mark_best(top1, steps + ema_steps, values + ema_values)
+    if ema_values:
+        top1.legend(frameon=False, loc="lower center")
 
     _curve(rate, records, "train/lr", color=GREEN)
     _finish_panel(rate, title="Learning rate", unit="per step")
@@ -87,6 +90,29 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
     for axes in (rate, speed):
         axes.set_xlabel("optimizer step")
     return figure
+
+
+def plot_lr_curve(
+    rates: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    suggestion: float | None,
+    out_png: Path,
+) -> None:
+    """Draw the loss over the learning rate of a sweep, with the suggested rate where there is one."""
+    figure = Figure(figsize=(7, 4.5), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.plot(rates, losses, color=GREY, alpha=0.4, linewidth=1, label="loss of a step")
+    axes.plot(rates, smoothed, color=BLUE, linewidth=2, label="smoothed")
+    if suggestion is not None:
+        axes.axvline(suggestion, color=VERMILION, linestyle="--", label=f"steepest fall: {suggestion:.1e}")
+    if smoothed:
+        axes.set_ylim(0.95 * min(smoothed), 1.05 * max(smoothed))
+    axes.set_xlabel("learning rate")
+    axes.legend()
+    _finish_panel(axes, title="Learning-rate range test", unit="training loss, nats per image")
+    save_image(out_png, _pixels(figure))
 
 
 def plot_confusion(confusion: npt.NDArray[np.int64], classes: Sequence[str], out_png: Path) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vitlab.config import WeightsKind
 from vitlab.engine.evaluator import Scores
+from vitlab.engine.objectives import Objective
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import capture, drop_old_states, list_states, load_state, restore, save_state
 from vitlab.errors import Interrupted
+from vitlab.models.network import Network
 
 if TYPE_CHECKING:
     from vitlab.engine.trainer import Trainer
@@ -23,8 +25,8 @@ _KEEP_STATES = 2
 class SaveModel(Protocol):
     """Writes a model file; knows the run's classes, preprocessing and data."""
 
-    def __call__(self, path: Path, *, metrics: dict[str, Any], weights: WeightsKind) -> None:
-        """Write the network's present weights to `path`."""
+    def __call__(self, path: Path, network: Network, *, metrics: dict[str, Any], weights: WeightsKind) -> None:
+        """Write a network's present weights to `path`."""
 
 
 class Keeper:
@@ -87,21 +89,33 @@ class Keeper:
         if self._signal is not None and not trainer.done:
             raise self._interrupted(path)
 
-    def evaluated(self, trainer: "Trainer", scores: Scores) -> None:
-        """Write the last model file and, where the scores are the best so far, the best one."""
+    def evaluated(self, trainer: "Trainer", scored: list[tuple[Objective, Scores]]) -> None:
+        """Write the last model file and, where scores are the best so far, the best one.
+
+        Args:
+            trainer: where the run stands.
+            scored: the objective with its scores, then its moving average where there is one. The last file holds
+                the weights themselves, the best file whichever scored best.
+        """
         progress = trainer.progress
-        summary = scores.summary()
-        metrics = {"step": progress.step, "epoch": progress.epoch + 1, "split": "val", **summary}
-        rank = trainer.objective.rank(summary)
-        if progress.best_rank is None or rank > progress.best_rank:
-            self.save_model(self.folder.best, metrics=metrics, weights=scores.weights)
-            progress.best_rank, progress.best_step = rank, progress.step
-        self.save_model(self.folder.last, metrics=metrics, weights=scores.weights)
+        for objective, scores in scored:
+            summary = scores.summary()
+            metrics = {"step": progress.step, "epoch": progress.epoch + 1, "split": "val", **summary}
+            rank = objective.rank(summary)
+            if progress.best_rank is None or rank > progress.best_rank:
+                self.save_model(self.folder.best, objective.network, metrics=metrics, weights=scores.weights)
+                progress.best_rank, progress.best_step = rank, progress.step
+                progress.best_weights = scores.weights
+            if scores.weights == "raw":
+                self.save_model(self.folder.last, objective.network, metrics=metrics, weights="raw")
+        progress.stale = 0 if progress.best_step == progress.step else progress.stale + 1
 
     def resume(self, trainer: "Trainer", path: Path) -> None:
         """Put the trainer where a state stands."""
         tensors, record = load_state(path)
-        trainer.progress = restore(tensors, record, trainer.objective, trainer.optimizer, trainer.scaler)
+        trainer.progress = restore(
+            tensors, record, trainer.objective, trainer.optimizer, trainer.scaler, trainer.averaged
+        )
 
     def what_is_safe(self) -> str:
         """Name what a failure leaves to go on from."""
@@ -119,7 +133,9 @@ class Keeper:
         )
 
     def _save(self, trainer: "Trainer") -> Path:
-        tensors, record = capture(trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress)
+        tensors, record = capture(
+            trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress, trainer.averaged
+        )
         path = save_state(self.folder.resume, trainer.progress.step, tensors, {**record, "run": self.run})
         drop_old_states(self.folder.resume, keep=_KEEP_STATES)
         return path

@@ -18,6 +18,9 @@ from vitlab.engine.evaluator import Scores, headline
 from vitlab.engine.tensorboard import EventLog
 from vitlab.text import duration, say
 
+# The first part of the tags of an evaluation, by the weights that it scored.
+_PARTS = {"raw": "val", "ema": "val_ema"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
@@ -119,8 +122,14 @@ class Monitor:
         finally:
             bar.remove_task(task)
 
-    def epoch(self, progress: state.Progress, scores: Scores | None) -> None:
-        """Print the line of an epoch, log it and write everything out."""
+    def epoch(self, progress: state.Progress, scored: list[Scores]) -> None:
+        """Print the line of an epoch, log it and write everything out.
+
+        Args:
+            progress: where the run stands.
+            scored: what the epoch's evaluation gave; empty where none was due. Scores of averaged weights are logged
+                under `val_ema/`.
+        """
         seen = max(progress.seen, 1)
         row: dict[str, Any] = {
             "step": progress.step,
@@ -134,17 +143,16 @@ class Monitor:
         }
         if progress.skipped:
             row["train/unreadable"] = progress.skipped
-        val = {} if scores is None else {f"val/{key}": value for key, value in scores.summary().items()}
-        if scores is not None and scores.errors:
-            self.unreadable(scores.errors)
-            row["val/unreadable"] = len(scores.errors)
+        val = {f"{_PARTS[s.weights]}/{key}": value for s in scored for key, value in s.summary().items()}
+        if scored and scored[0].errors:
+            self.unreadable(scored[0].errors)
+            row["val/unreadable"] = len(scored[0].errors)
         self._write(row | val)
         if self.events is not None:
-            if scores is not None:
-                numbers = {tag: value for tag, value in val.items() if isinstance(value, float)}
-                self.events.scalars(progress.step, numbers)
+            numbers = {tag: value for tag, value in val.items() if isinstance(value, float)}
+            self.events.scalars(progress.step, numbers)
             self.events.flush()
-        say(self.console, self._line(progress, row, scores))
+        say(self.console, self._line(progress, row, scored))
         self._clear_epoch()
 
     def unreadable(self, errors: Iterable[ImageError]) -> None:
@@ -154,16 +162,17 @@ class Monitor:
                 self._named.add(error.path)
                 say(self.console, f"skipped {error}")
 
-    def _line(self, progress: state.Progress, row: dict[str, Any], scores: Scores | None) -> str:
+    def _line(self, progress: state.Progress, row: dict[str, Any], scored: list[Scores]) -> str:
         of = "" if self.total_epochs is None else f"/{self.total_epochs}"
         parts = [
             f"epoch {row['epoch']}{of}",
             f"step {row['step']}/{self._total_steps}",
             f"train loss {row['train/loss']:.4f} accuracy {row['train/accuracy']:.2%}",
         ]
-        if scores is not None:
-            best = " (best)" if progress.best_step == progress.step else ""
-            parts.append(f"val {headline(scores.summary())}{best}")
+        for scores in scored:
+            is_best = progress.best_step == progress.step and progress.best_weights == scores.weights
+            name = _PARTS[scores.weights].replace("_", " ")
+            parts.append(f"{name} {headline(scores.summary())}{' (best)' if is_best else ''}")
         if unreadable := row.get("train/unreadable", 0) + row.get("val/unreadable", 0):
             parts.append(f"{unreadable} images skipped")
         parts.append(f"{row['train/images_per_s']:.0f} images/s")

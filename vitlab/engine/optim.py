@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from vitlab.config import OptimConfig
+from vitlab.checks import require
+from vitlab.config import OptimConfig, Schedule
 from vitlab.errors import InputError, unknown_name
 from vitlab.models.network import Network
 
@@ -18,14 +20,16 @@ def lr_at(
     total_steps: int,
     lr: float,
     warmup_steps: int = 0,
-    schedule: Literal["cosine", "constant"] = "cosine",
+    schedule: Schedule = "cosine",
     min_lr: float = 0.0,
+    decay_at: tuple[float, ...] = (),
+    decay_factor: float = 0.1,
 ) -> float:
     """Give the learning rate of an optimizer step.
 
-    Warm-up rises linearly and its last step runs at `lr`; a cosine falls from there, without a second step at `lr`,
-    to `min_lr` at the last step. So of ten steps with a warm-up of three, the third runs at `lr` and the tenth at
-    `min_lr`.
+    Warm-up rises linearly and its last step runs at `lr`; a cosine or a line falls from there, without a second step
+    at `lr`, to `min_lr` at the last step. So of ten steps with a warm-up of three, the third runs at `lr` and the
+    tenth at `min_lr`. Under `step` the rate stays, but falls after each share of the run in `decay_at`.
 
     Args:
         step: number of steps done before, from 0 to total_steps - 1.
@@ -33,7 +37,9 @@ def lr_at(
         lr: the highest rate.
         warmup_steps: how many of the steps warm up.
         schedule: the course after warm-up.
-        min_lr: the rate of the last step under `cosine`.
+        min_lr: the rate of the last step under `cosine` and `linear`, the lowest under `step`.
+        decay_at: shares of `total_steps`, for `step`.
+        decay_factor: what `step` multiplies the rate by at each of them.
 
     Source: arXiv:1608.03983, eq. 5, without restarts.
     """
@@ -41,9 +47,13 @@ def lr_at(
         return lr * (step + 1) / warmup_steps
     if schedule == "constant":
         return lr
+    if schedule == "step":
+        falls = sum(step >= share * total_steps for share in decay_at)
+        return max(lr * decay_factor**falls, min_lr)
     peak = max(warmup_steps - 1, 0)
-    done = (step - peak) / max(total_steps - 1 - peak, 1)
-    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+    done = min((step - peak) / max(total_steps - 1 - peak, 1), 1.0)
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return min_lr + (lr - min_lr) * left
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -61,7 +71,40 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], flo
         warmup_steps=warmup_steps,
         schedule=config.schedule,
         min_lr=config.min_lr,
+        decay_at=config.decay_at,
+        decay_factor=config.decay_factor,
     )
+
+
+def freeze(network: Network, what: Literal["none", "backbone"] | int) -> None:
+    """Stop training a part of a network.
+
+    Args:
+        network: its parameters are marked in place; an objective keeps what is frozen in evaluation mode.
+        what: `backbone` for all but the classifier; N for all but the last N blocks and what comes after them, where
+            the network's own `group_matcher` says what comes after what.
+
+    Raises:
+        InputError: the network has fewer blocks.
+    """
+    from timm.models import group_parameters
+
+    if what == "none":
+        return
+    trained = {id(parameter) for parameter in network.get_classifier().parameters()}
+    if isinstance(what, int):
+        blocks = network.repeated_blocks()
+        require(
+            what <= len(blocks), f"model.freeze {what} asks for more blocks than the network's {len(blocks)}: give less"
+        )
+        depths = {
+            name: depth for depth, names in group_parameters(network, network.group_matcher()).items() for name in names
+        }
+        first = {id(parameter) for parameter in blocks[-what].parameters()}
+        lowest = min(depths[name] for name, parameter in network.named_parameters() if id(parameter) in first)
+        trained |= {id(parameter) for name, parameter in network.named_parameters() if depths[name] >= lowest}
+    for parameter in network.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
 
 
 def parameter_groups(
@@ -107,6 +150,17 @@ def build_optimizer(config: OptimConfig, network: Network) -> torch.optim.Optimi
     if betas and "betas" not in optimizer.defaults:
         raise InputError(f"optim.betas is {config.betas}, and optim.name {config.name} has none: leave it out")
     return optimizer
+
+
+def build_ema(module: nn.Module, decay: float) -> Any:
+    """Build a moving average of a module's weights, timm's, whose `module` is the averaged copy.
+
+    Its warm-up makes the decay of update n the lower of `decay` and 1 - n^(-2/3): the average begins at the weights
+    of the first update, forgets fast at first, and no short run is stuck with its initial weights.
+    """
+    from timm.utils import ModelEmaV3
+
+    return ModelEmaV3(module, decay=decay, use_warmup=True)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -18,6 +18,9 @@ from vitlab.errors import InputError
 _FREE = (
     "train.run_dir",
     "train.resume",
+    "train.seeds",
+    "train.find_lr",
+    "data.cache_dir",
     "train.checkpoint_every_steps",
     "train.grad_checkpointing",
     "data.download",
@@ -46,6 +49,8 @@ class RunFolder:
         self.results = path / "results.png"
         self.confusion = path / "confusion.png"
         self.train_batch = path / "train_batch.jpg"
+        self.lr_json = path / "lr_finder.json"
+        self.lr_plot = path / "lr_finder.png"
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Give the lines of metrics.jsonl."""

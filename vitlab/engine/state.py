@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from vitlab.config import WeightsKind
 from vitlab.disk import flush
 from vitlab.engine.objectives import Objective
 from vitlab.errors import InputError, RunError
@@ -57,6 +58,10 @@ class Progress:
     best_rank: tuple[float, float] | None = None
     """Rank of the best evaluation so far, as the objective orders scores."""
     best_step: int = 0
+    best_weights: WeightsKind = "raw"
+    """Which weights the best evaluation scored."""
+    stale: int = 0
+    """Epochs scored since then."""
 
     def start_epoch(self) -> None:
         """Count the epoch as done and clear its sums."""
@@ -66,7 +71,11 @@ class Progress:
 
 
 def capture(
-    objective: Objective, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, progress: Progress
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    progress: Progress,
+    ema: Objective | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Give what a state holds.
 
@@ -74,6 +83,8 @@ def capture(
         The tensors under unique names, live ones and not copies, and a record of plain JSON values.
     """
     tensors = {f"model.{name}": tensor for name, tensor in objective.state_dict().items()}
+    if ema is not None:
+        tensors |= {f"ema.{name}": tensor for name, tensor in ema.state_dict().items()}
     state = optimizer.state_dict()
     groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
     packed = _pack({"state": state["state"], "groups": groups}, "optimizer", tensors)
@@ -86,15 +97,16 @@ def restore(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    ema: Objective | None = None,
 ) -> Progress:
     """Put a state's values into freshly built parts; the inverse of `capture`.
 
     Returns:
         The progress that the state records.
     """
-    objective.load_state_dict(
-        {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    )
+    objective.load_state_dict(_under("model.", tensors))
+    if ema is not None:
+        ema.load_state_dict(_under("ema.", tensors))
     packed = _unpack(record["optimizer"], tensors)
     fresh = optimizer.state_dict()["param_groups"]
     groups = [{**old, **new} for old, new in zip(fresh, packed["groups"], strict=True)]
@@ -104,6 +116,10 @@ def restore(
     if progress.best_rank is not None:
         progress.best_rank = (progress.best_rank[0], progress.best_rank[1])
     return progress
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

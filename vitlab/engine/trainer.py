@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from vitlab.config import TrainConfig
+from vitlab.config import TrainConfig, WeightsKind
 from vitlab.data.augment import Mixer
 from vitlab.data.loader import Batch, Loader
 from vitlab.data.preprocess import Preprocess
@@ -22,7 +22,7 @@ from vitlab.engine.evaluator import Scores, evaluate
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor, StepReport
 from vitlab.engine.objectives import Objective
-from vitlab.engine.optim import set_lr
+from vitlab.engine.optim import build_ema, set_lr
 from vitlab.engine.state import Progress
 from vitlab.errors import InputError, RunError
 from vitlab.models.network import device_of
@@ -38,6 +38,8 @@ class TrainingData:
     classes: tuple[str, ...]
     preprocess: Preprocess
     mixer: Mixer
+    unmixed_epochs: int = 0
+    """Epochs at the end that are not mixed."""
 
 
 def count_steps(config: TrainConfig, batches_per_epoch: int) -> int:
@@ -77,19 +79,28 @@ class Trainer:
         self.device = device_of(objective)
         self.autocast = autocast_dtype(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.autocast == torch.float16)
+        self.ema = None if config.ema_decay is None else build_ema(objective, config.ema_decay)
         self.total_steps = count_steps(config, len(data.train))
         self.progress = Progress()
 
     @property
-    def done(self) -> bool:
-        """Whether all steps are made and scored."""
-        return self.progress.step >= self.total_steps and self.progress.batch == 0
+    def averaged(self) -> Objective | None:
+        """The objective with the moving average of the weights, where the run keeps one."""
+        return None if self.ema is None else self.ema.module
 
-    def fit(self, on_evaluation: Callable[[Scores], None] | None = None) -> Progress:
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made and scored, or no better score has come for too long."""
+        if self.progress.batch > 0:
+            return False
+        patience = self.config.patience
+        return self.progress.step >= self.total_steps or (patience is not None and self.progress.stale >= patience)
+
+    def fit(self, on_evaluation: Callable[[list[Scores]], None] | None = None) -> Progress:
         """Train from where `progress` stands to the last step, scoring and saving on the way.
 
         Args:
-            on_evaluation: called with each evaluation's scores, for what the caller wants shown besides.
+            on_evaluation: called with each evaluation's scores, raw and averaged, for what the caller wants shown.
 
         Raises:
             RunError: the loss or the gradient is not finite; the files hold the last good weights.
@@ -98,9 +109,9 @@ class Trainer:
         with self.monitor.running(self.progress, self.total_steps), self.keeper.listening():
             while not self.done:
                 self.train_epoch()
-                scores = self.evaluate() if self._evaluation_is_due() else None
+                scores = self.evaluate() if self._evaluation_is_due() else []
                 self.monitor.epoch(self.progress, scores)
-                if scores is not None and on_evaluation is not None:
+                if scores and on_evaluation is not None:
                     on_evaluation(scores)
                 self.progress.start_epoch()
                 self.keeper.epoch_ended(self)
@@ -158,25 +169,36 @@ class Trainer:
         """Move a uint8 batch to the device, normalise and mix it; labels become (B, K) where they are mixed."""
         images = self.data.preprocess.normalize(batch.images.to(self.device, non_blocking=True))
         labels = batch.labels.to(self.device, non_blocking=True)
-        if self.data.mixer.enabled:
+        if self.data.mixer.enabled and not self._in_unmixed_epochs():
             images, labels = self.data.mixer(images, labels)
         return replace(batch, images=images, labels=labels)
 
-    def evaluate(self) -> Scores:
-        """Score the network on the validation split, and keep its weights as best or last."""
+    def evaluate(self) -> list[Scores]:
+        """Score the weights, and their moving average where there is one, on the validation split; keep the best.
+
+        Returns:
+            Scores that say which weights they are of, the raw ones first.
+        """
+        scored = [(self.objective, self._score(self.objective, "raw"))]
+        if self.averaged is not None:
+            scored.append((self.averaged, self._score(self.averaged, "ema")))
+        self.keeper.evaluated(self, scored)
+        return [scores for _, scores in scored]
+
+    def _score(self, objective: Objective, weights: WeightsKind) -> Scores:
         with self.monitor.evaluating(self.data.val.num_images) as on_batch:
             scores = evaluate(
-                self.objective,
+                objective,
                 self.data.val.epoch(0),
                 classes=self.data.classes,
                 preprocess=self.data.preprocess,
+                weights=weights,
                 on_batch=on_batch,
             )
         if not math.isfinite(scores.loss):
             raise RunError(
                 f"validation loss is {scores.loss} at step {self.progress.step}: {self.keeper.what_is_safe()}"
             )
-        self.keeper.evaluated(self, scores)
         return scores
 
     def _update(self, loss_sum: float) -> float:
@@ -196,7 +218,13 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update(self.objective, step=step)
         return grad_norm
+
+    def _in_unmixed_epochs(self) -> bool:
+        steps_per_epoch = math.ceil(len(self.data.train) / self.config.accumulate)
+        return self.progress.epoch >= math.ceil(self.total_steps / steps_per_epoch) - self.data.unmixed_epochs
 
     def _evaluation_is_due(self) -> bool:
         epochs = self.progress.epoch + 1
