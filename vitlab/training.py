@@ -200,6 +200,8 @@ def _preview(config: RunConfig, dataset: Dataset, data: TrainingData) -> Any:
         seed=config.train.seed,
         workers=0,
         shuffle=True,
+        repeats=config.augment.repeats,
+        balanced=config.data.sampling == "balanced",
         on_error="skip",
     )
     batch = next(iter(loader.epoch(0)))

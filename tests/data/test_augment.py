@@ -9,7 +9,10 @@ import torch
 
 from vitlab.config import AugmentConfig
 from vitlab.data.augment import Mixer, TrainTransform, erase
+from vitlab.data.policies import Policy
 from vitlab.data.preprocess import Preprocess
+from vitlab.data.resize import resize
+from vitlab.seeds import derive_seed
 
 PLAIN = {"crop": "none", "hflip": 0.0}
 GREY = {"channels": 1, "mean": (0.5,), "std": (0.25,)}
@@ -39,7 +42,16 @@ def test_train_transform_without_augmentation_is_evaluation_and_imports_nothing(
 
 
 @pytest.mark.parametrize(
-    "augment", [{"hflip": 0.5}, {"crop": "resized"}, {"crop": "padded"}, {"color_jitter": 0.4}, {"erasing": 0.5}]
+    "augment",
+    [
+        {"hflip": 0.5},
+        {"crop": "resized"},
+        {"crop": "padded"},
+        {"policy": "randaugment"},
+        {"policy": "autoaugment"},
+        {"color_jitter": 0.4},
+        {"erasing": 0.5},
+    ],
 )
 def test_train_transform_is_a_function_of_image_and_seed(augment):
     change, image = transform(**augment), noise(40, 30)
@@ -94,15 +106,18 @@ def test_train_transform_padded_crop_brings_other_sizes_to_the_target_first():
     np.testing.assert_array_equal(change(image, 0), whole)
 
 
-def test_train_transform_resized_crop_covers_the_asked_area_and_ratio():
+@pytest.mark.parametrize("side", [200, 420])
+def test_train_transform_resized_crop_covers_the_asked_area_and_ratio(side):
     # Red holds the row and green the column, so that the corners of the result tell the box.
-    rows, columns = np.mgrid[0:200, 0:200]
+    rows, columns = np.mgrid[0:side, 0:side] * 200 // side
     image = np.dstack([rows, columns, np.zeros_like(rows)]).astype(np.uint8)
     preprocess = Preprocess(image_size=(100, 100), interpolation="bilinear")
     change = TrainTransform(AugmentConfig(crop="resized", hflip=0.0, crop_min_scale=0.25), preprocess)
+    shrunk = change.shrink_for_cache(image)
+    assert shrunk.shape == (200, 200, 3)
     areas, ratios = [], []
     for seed in range(300):
-        result = change(image, seed).astype(float)
+        result = change.change(shrunk, seed).astype(float)
         height = (result[-1, :, 0].mean() - result[0, :, 0].mean()) * 100 / 99
         width = (result[:, -1, 1].mean() - result[:, 0, 1].mean()) * 100 / 99
         areas.append(height * width / 200**2)
@@ -151,16 +166,92 @@ def test_train_transform_erases_with_noise():
 @pytest.mark.parametrize("crop", ["resized", "padded", "none"])
 def test_train_transform_gives_greyscale(crop):
     preprocess = Preprocess(image_size=(24, 16), **GREY)
-    change = TrainTransform(AugmentConfig(crop=crop, color_jitter=0.4, erasing=0.5), preprocess)
+    augment = AugmentConfig(crop=crop, policy="randaugment", color_jitter=0.4, erasing=0.5)
+    change = TrainTransform(augment, preprocess)
     results = [change(noise(40, 30), seed) for seed in range(20)]
     assert {(result.shape, result.dtype.name) for result in results} == {((24, 16, 1), "uint8")}
     assert len({result.tobytes() for result in results}) > 15
 
 
 def test_train_transform_survives_pickling():
-    change = transform(crop="resized", hflip=0.5, color_jitter=0.3, erasing=0.5)
+    change = transform(crop="resized", hflip=0.5, policy="randaugment", color_jitter=0.3, erasing=0.5)
     image = noise(50, 40)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(change))(image, 9), change(image, 9))
+
+
+@pytest.mark.parametrize("name", ["randaugment", "autoaugment"])
+def test_train_transform_applies_the_policy_after_the_flip_and_before_color_and_erasing(name):
+    image = noise(24, 16)
+    policy = Policy(AugmentConfig(policy=name), small=True)
+    for seed in range(20):
+        after = policy(image, derive_seed(seed, "policy"))
+        flipped = policy(image[:, ::-1], derive_seed(seed, "policy"))
+        np.testing.assert_array_equal(transform(policy=name, hflip=1.0)(image, seed), flipped)
+        for rest in ({"color_jitter": 0.4}, {"erasing": 1.0}, {"color_jitter": 0.4, "erasing": 1.0}):
+            np.testing.assert_array_equal(transform(policy=name, **rest)(image, seed), transform(**rest)(after, seed))
+
+
+def test_train_transform_policy_disturbs_no_other_change():
+    image, options = noise(60, 50), {"crop": "resized", "hflip": 0.5}
+    for seed in range(10):
+        cut = transform(**options)(image, seed)
+        with_policy = transform(policy="randaugment", **options)(image, seed)
+        policy = Policy(AugmentConfig(policy="randaugment"), small=True)
+        np.testing.assert_array_equal(with_policy, policy(cut, derive_seed(seed, "policy")))
+
+
+@pytest.mark.parametrize(("size", "small"), [((64, 64), True), ((65, 32), False)])
+def test_train_transform_takes_auto_augment_by_size(size, small):
+    image, policy = noise(*size), Policy(AugmentConfig(policy="autoaugment"), small=small)
+    for seed in range(20):
+        want = policy(image, derive_seed(seed, "policy"))
+        np.testing.assert_array_equal(transform(size, policy="autoaugment")(image, seed), want)
+
+
+@pytest.mark.parametrize("fields", [{}, GREY])
+@pytest.mark.parametrize("crop", ["resized", "padded", "none"])
+def test_train_transform_changes_what_it_prepared(crop, fields):
+    preprocess = Preprocess(image_size=(24, 16), crop_fraction=0.8, **fields)
+    augment = AugmentConfig(crop=crop, policy="randaugment", color_jitter=0.4, erasing=0.5)
+    change, image = TrainTransform(augment, preprocess), noise(40, 30)
+    prepared = change.prepare(image)
+    fixed = {
+        "resized": preprocess.to_channels(image),
+        "padded": Preprocess(image_size=(24, 16), crop_fraction=1.0, **fields).apply(image),
+        "none": preprocess.apply(image),
+    }
+    np.testing.assert_array_equal(prepared, fixed[crop])
+    prepared.flags.writeable = False  # as a cache holds it
+    for seed in range(10):
+        np.testing.assert_array_equal(change.change(prepared, seed), change(image, seed))
+
+
+@pytest.mark.parametrize(
+    ("min_scale", "shape", "want"),
+    [
+        (0.25, (200, 300), (48, 72)),  # 24 / sqrt(1/4) = 48
+        (0.25, (300, 50), (288, 48)),
+        (0.25, (48, 100), (48, 100)),
+        (0.25, (30, 1000), (30, 1000)),
+        (0.08, (170, 340), (85, 170)),  # 24 / sqrt(0.08) = 84.9
+        (1.0, (240, 120), (48, 24)),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, GREY])
+def test_train_transform_shrinks_for_a_cache_to_what_the_smallest_crop_needs(min_scale, shape, want, fields):
+    preprocess, image = Preprocess(image_size=(16, 24), **fields), noise(*shape)
+    change = TrainTransform(AugmentConfig(crop="resized", crop_min_scale=min_scale), preprocess)
+    expected = resize(preprocess.to_channels(image), *want, "bicubic")
+    shrunk = change.shrink_for_cache(image)
+    np.testing.assert_array_equal(shrunk, expected)
+    assert change.change(shrunk, 3).shape == (16, 24, preprocess.channels)
+
+
+@pytest.mark.parametrize("crop", ["padded", "none"])
+def test_train_transform_caches_the_network_size_for_other_crops(crop):
+    change, image = transform(crop=crop), noise(300, 200)
+    np.testing.assert_array_equal(change.shrink_for_cache(image), change.prepare(image))
+    assert change.prepare(image).shape == (24, 16, 3)
 
 
 def mixed(batch, seed=0, **augment):

@@ -36,7 +36,7 @@ def eval_transform(size=(16, 12), **fields):
 
 
 def train_transform():
-    augment = AugmentConfig(crop="resized", hflip=0.5, color_jitter=0.3, erasing=0.5)
+    augment = AugmentConfig(crop="resized", hflip=0.5, policy="randaugment", color_jitter=0.3, erasing=0.5)
     return TrainTransform(augment, Preprocess(image_size=(16, 12)))
 
 

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from vitlab.config import AugmentConfig
+from vitlab.data.policies import Policy
 from vitlab.data.preprocess import Preprocess
+from vitlab.data.resize import cover_size, resize
 from vitlab.seeds import derive_seed
 
-_PADDED_UP_TO = 64  # pixels: below, a random crop to a quarter of the area leaves too little to tell a class
+_SMALL_UP_TO = 64  # pixels: in so small images a quarter of the area is too little to tell a class
 _CROP_RATIO = (3 / 4, 4 / 3)
 _ERASED_SCALE = (0.02, 0.33)
 _ERASED_RATIO = (0.3, 3.3)
@@ -28,24 +30,26 @@ _ERASING_TRIES = 10
 class TrainTransform:
     """A training image, changed at random and brought to the network's size.
 
-    The order is crop, flip, colour, erasing. A resized crop shrinks by area averaging and grows by the record's
+    The order is crop, flip, policy, colour, erasing. A resized crop shrinks by area averaging and grows by the record's
     filter. A padded crop brings the image to the network's size as in evaluation, but without the crop fraction's
     margin, and moves it over its mirrored border; an image that has the size already is not resized. Erasing fills a
     rectangle of 2 to 33 % of the image with noise, uniform and independent for each value.
 
-    Without any augmentation the result is the evaluation's, and albumentations is not imported.
+    It is `change` after `prepare`; what stands before anything random can be kept from one epoch to the next. Without
+    any augmentation the result is the evaluation's, and albumentations is not imported.
     """
 
     def __init__(self, augment: AugmentConfig, preprocess: Preprocess) -> None:
         self.preprocess = preprocess
-        crop = augment.crop
-        if crop == "auto":
-            crop = "padded" if max(preprocess.image_size) <= _PADDED_UP_TO else "resized"
-        self.crop = crop
+        small = max(preprocess.image_size) <= _SMALL_UP_TO
+        self.crop = augment.crop
+        if self.crop == "auto":
+            self.crop = "padded" if small else "resized"
         self._whole = replace(preprocess, crop_fraction=1.0)
+        self._enough = math.ceil(max(preprocess.image_size) / math.sqrt(augment.crop_min_scale))
         self.erasing = augment.erasing
-        changes = crop != "none" or augment.hflip > 0 or augment.color_jitter > 0
-        self._compose = _build_compose(augment, preprocess, crop) if changes else None
+        self._geometry, self._jitter = _build_changes(augment, preprocess, self.crop)
+        self._policy = Policy(augment, small=small) if augment.policy != "none" else None
 
     def __call__(self, image: NDArray[np.uint8], seed: int) -> NDArray[np.uint8]:
         """Change one image.
@@ -60,16 +64,69 @@ class TrainTransform:
         Raises:
             InputError: the array is no RGB image.
         """
+        return self.change(self.prepare(image), seed)
+
+    def prepare(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Do what is the same in every epoch: the channels, and the resize unless the crop is a random part.
+
+        Args:
+            image: upright RGB, uint8 (H, W, 3).
+
+        Returns:
+            uint8 (H, W, C) for a resized crop, (h, w, C) for the others; possibly the image itself.
+
+        Raises:
+            InputError: the array is no RGB image.
+        """
         if self.crop == "resized":
-            image = self.preprocess.to_channels(image)
-        elif self.crop == "padded":
-            image = self._whole.apply(image)
-        else:
-            image = self.preprocess.apply(image)
-        if self._compose is not None:
+            return self.preprocess.to_channels(image)
+        if self.crop == "padded":
+            return self._whole.apply(image)
+        return self.preprocess.apply(image)
+
+    def shrink_for_cache(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Prepare an image, and where the crop is resized shrink it to as many pixels as the smallest crop needs.
+
+        The shorter side is then the network's longer one over the root of `crop_min_scale`: the smallest square crop
+        has the network's size. The same seed cuts another box than out of the image itself, as boxes are drawn in whole
+        pixels.
+
+        Args:
+            image: upright RGB, uint8 (H, W, 3).
+
+        Returns:
+            uint8 (H', W', C) for `change`.
+
+        Raises:
+            InputError: the array is no RGB image.
+        """
+        prepared = self.prepare(image)
+        H, W, _ = prepared.shape
+        if self.crop != "resized" or min(H, W) <= self._enough:
+            return prepared
+        return resize(prepared, *cover_size(H, W, (self._enough, self._enough)), self.preprocess.interpolation)
+
+    def change(self, prepared: NDArray[np.uint8], seed: int) -> NDArray[np.uint8]:
+        """Change a prepared image at random.
+
+        Args:
+            prepared: what `prepare` or `shrink_for_cache` gave; left alone.
+            seed: all that the change depends on besides the image.
+
+        Returns:
+            uint8 (h, w, C); possibly the prepared image itself.
+        """
+        image = prepared
+        state = np.random.Generator(np.random.PCG64(seed)), random.Random(seed)  # of geometry and then of colour
+        if self._geometry is not None:
             # Not set_random_seed: that gives every transform the same stream, and two flips would always agree.
-            self._compose.set_random_state(np.random.Generator(np.random.PCG64(seed)), random.Random(seed))
-            image = np.ascontiguousarray(self._compose(image=image)["image"])
+            self._geometry.set_random_state(*state)
+            image = np.ascontiguousarray(self._geometry(image=image)["image"])
+        if self._policy is not None:
+            image = self._policy(image, derive_seed(seed, "policy"))
+        if self._jitter is not None:
+            self._jitter.set_random_state(*state)
+            image = np.ascontiguousarray(self._jitter(image=image)["image"])
         if self.erasing > 0:
             generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "erasing")))
             if generator.random() < self.erasing:
@@ -106,7 +163,10 @@ def erase(image: NDArray[np.uint8], generator: np.random.Generator) -> NDArray[n
     return image
 
 
-def _build_compose(augment: AugmentConfig, preprocess: Preprocess, crop: str) -> Any:
+def _build_changes(augment: AugmentConfig, preprocess: Preprocess, crop: str) -> tuple[Any, Any]:
+    """Build crop and flip, and the change of colour; None for what is left out."""
+    if crop == "none" and augment.hflip == 0 and augment.color_jitter == 0:
+        return None, None
     os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network for a newer version when imported
     import albumentations as A
     import cv2
@@ -127,10 +187,11 @@ def _build_compose(augment: AugmentConfig, preprocess: Preprocess, crop: str) ->
         steps.append(A.RandomCrop(height, width))
     if augment.hflip > 0:
         steps.append(A.HorizontalFlip(p=augment.hflip))
+    jitter = None
     if (strength := augment.color_jitter) > 0:
         factors = (1 - strength, 1 + strength)
-        steps.append(A.ColorJitter(factors, factors, factors, hue=(0.0, 0.0), p=1.0))
-    return A.Compose(steps)
+        jitter = A.ColorJitter(factors, factors, factors, hue=(0.0, 0.0), p=1.0)
+    return A.Compose(steps), jitter
 
 
 class Mixer:

@@ -19,19 +19,18 @@ import numpy as np
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from vitlab.checks import require
 from vitlab.data.images import ImageError
+from vitlab.data.sampling import Key, KeySampler
 from vitlab.data.splits import Split
 from vitlab.errors import InputError, RunError
 from vitlab.seeds import derive_seed
 
 Transform = Callable[[NDArray[np.uint8], int], NDArray[np.uint8]]
 """(image uint8 (H, W, 3), seed) -> uint8 (h, w, C), always of the same size."""
-
-Key = tuple[int, int, int]
-"""(epoch, index, repeat); repeat tells apart several views of one image in an epoch."""
 
 _MAX_WORKERS = 8
 
@@ -68,8 +67,8 @@ def default_workers() -> int:
 class Loader:
     """Reads, transforms and batches a split, epoch by epoch; one epoch runs at a time.
 
-    Every image comes once an epoch, so the last batch may be smaller. Worker processes start with the first epoch and
-    stay until `close`.
+    An epoch has as many views as there are images, of each image one unless asked otherwise; the last batch may be
+    smaller. Worker processes start with the first epoch and stay until `close`.
     """
 
     def __init__(
@@ -81,6 +80,8 @@ class Loader:
         seed: int = 0,
         workers: int | None = 0,
         shuffle: bool = False,
+        repeats: int = 1,
+        balanced: bool = False,
         on_error: Literal["stop", "skip"] = "stop",
     ) -> None:
         """Set up a loader; nothing is read yet.
@@ -92,14 +93,22 @@ class Loader:
             seed: the run's seed.
             workers: processes that read; 0 reads in this one, None takes `default_workers`.
             shuffle: a new order every epoch; otherwise the split's order.
+            repeats: views of an image in a batch, each with a seed of its own; an epoch then shows one image in so
+                many (arXiv:1901.09335). More than 1 needs `shuffle`.
+            balanced: every class that has images comes equally often in an epoch, and the images of a class equally
+                often over the epochs. Needs `shuffle`.
             on_error: at an image that cannot be read, `stop` raises its ImageError, `skip` leaves it out and puts
                 the error into the batch.
+
+        Raises:
+            InputError: repeats or balance without `shuffle`.
         """
+        require(shuffle or (repeats == 1 and not balanced), "repeats and balanced need a new order: give shuffle=True")
         self.num_images = len(split)
         self.batch_size = batch_size
         self.workers = default_workers() if workers is None else workers
         self.on_error = on_error
-        self._keys = _KeySampler(self.num_images, batch_size, seed, shuffle=shuffle)
+        self._keys = KeySampler(split.labels, batch_size, seed, shuffle=shuffle, repeats=repeats, balanced=balanced)
         self._close_at_exit = partial(_close, weakref.ref(self))  # weak: a forgotten loader is still collected
         self._loader: DataLoader[Batch] = DataLoader(
             _Samples(split, transform, seed),
@@ -189,24 +198,6 @@ def _close(reference: "weakref.ref[Loader]") -> None:
     loader = reference()
     if loader is not None:
         loader.close()
-
-
-class _KeySampler(Sampler[list[Key]]):
-    """Batches of keys for the epoch that is set; it lives in the main process alone."""
-
-    def __init__(self, num_images: int, batch_size: int, seed: int, *, shuffle: bool) -> None:
-        self.num_images, self.batch_size, self.seed, self.shuffle = num_images, batch_size, seed, shuffle
-        self.epoch = 0
-        self.start_batch = 0
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        epoch = self.epoch
-        order = np.arange(self.num_images)
-        if self.shuffle:
-            generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "order", epoch)))
-            order = generator.permutation(self.num_images)
-        for start in range(self.start_batch * self.batch_size, self.num_images, self.batch_size):
-            yield [(epoch, index, 0) for index in order[start : start + self.batch_size].tolist()]
 
 
 class _Samples(TorchDataset[Batch]):
