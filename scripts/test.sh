@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment dev,heif,parquet
+install_fashion_mnist
 
 ruff format --check .
 ruff check .

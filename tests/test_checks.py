@@ -35,7 +35,7 @@ def test_number_checks_name_the_field_and_what_it_may_be(check, fitting, wrong, 
     [
         ({"mean": (0.5, NAN, 0.5)}, "data.mean is (0.5, nan, 0.5): give a number for each channel"),
         ({"std": 0.5}, "data.std is 0.5: give a number for each channel"),
-        ({"channels": 1}, "data.mean has 3 values for data.channels 1: give one for each"),
+        ({"channels": 1, "mean": (0.5, 0.5, 0.5)}, "data.mean has 3 values for data.channels 1: give one for each"),
         ({"std": (1.0, 0.0, 1.0)}, "data.std is (1.0, 0.0, 1.0): give numbers above 0"),
     ],
 )

@@ -37,7 +37,10 @@ def fails(capsys, *arguments: str) -> str:
         (["train", "--optim.lr", "nan"], "--optim.lr is nan: give a number"),
         (["train", "--optim.lr", "-1"], "optim.lr is -1.0: give more than 0"),
         (["train", "--data.channels", "4"], "--data.channels is 4: give one of 1, 3"),
-        (["train", "--data.root", "x", "--data.channels", "1"], "data.mean has 3 values for data.channels 1"),
+        (
+            ["train", "--data.root", "x", "--data.channels", "1", "--data.mean", "0.5", "0.5", "0.5"],
+            "data.mean has 3 values for data.channels 1",
+        ),
         (["train", "--model.image_size", "3x3"], "--model.image_size is 3x3: give a whole number or [int, int]"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["train", "photos"], "unknown argument photos: did you mean --data.root photos?"),

@@ -219,3 +219,55 @@ def test_every_field_of_the_configuration_is_read_somewhere():
     ]
     assert len(fields) > 50
     assert [name for name in fields if name.split(".")[1] not in read] == []
+
+
+def test_preprocessing_comes_along_with_the_weights_and_survives_a_resume(tiny_run, tmp_path, monkeypatch):
+    source = run_training(
+        tiny_run(
+            train__run_dir=str(tmp_path / "source"),
+            train__steps=1,
+            data__mean=(0.1, 0.2, 0.3),
+            data__interpolation="bilinear",
+        )
+    )
+    assert load_model(source).preprocess.resize_mode == "squash"
+    config = tiny_run(model__weights=str(source), data__resize_mode=None, data__std=(0.5, 0.5, 0.5), train__epochs=2)
+    make_step = Trainer.train_step
+
+    def stopped(self, batches):
+        if self.progress.step == 7:
+            raise Interrupted("as a signal would")
+        return make_step(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", stopped)
+    with pytest.raises(Interrupted):
+        run_training(config)
+    monkeypatch.setattr(Trainer, "train_step", make_step)
+    preprocess = load_model(run_training(config)).preprocess
+    assert (preprocess.mean, preprocess.std) == ((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    assert (preprocess.interpolation, preprocess.resize_mode) == ("bilinear", "squash")
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_cache_changes_nothing_in_the_run(cache, tiny_run, tmp_path):
+    plain = run_training(tiny_run(train__run_dir=str(tmp_path / "plain")))
+    kept = run_training(
+        tiny_run(train__run_dir=str(tmp_path / "kept"), data__cache=cache, data__cache_dir=str(tmp_path / "cache"))
+    )
+    assert_same_weights(plain, kept)
+    assert [row["val/loss"] for row in RunFolder(plain).read_metrics()] == [
+        row["val/loss"] for row in RunFolder(kept).read_metrics()
+    ]
+    assert len(list(tmp_path.glob("cache/*.cache"))) == (2 if cache == "disk" else 0)
+
+
+def test_grey_images_have_statistics_of_their_own(tiny_run):
+    preprocess = load_model(run_training(tiny_run(data__channels=1, train__steps=1))).preprocess
+    assert (preprocess.channels, preprocess.mean, preprocess.std) == (1, (0.5,), (0.25,))
+
+
+def test_frozen_backbone_keeps_its_weights(tiny_run, tmp_path):
+    source = run_training(tiny_run(train__run_dir=str(tmp_path / "source"), train__steps=1))
+    run = run_training(tiny_run(model__weights=str(source), model__freeze="backbone", train__epochs=1))
+    before, after = load_file(source / "best.safetensors"), weights_of(run)
+    assert {name for name in after if not torch.equal(before[name], after[name])} == {"head.weight", "head.bias"}

@@ -2,18 +2,20 @@
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vitlab.config import RunConfig, WeightsKind
+from vitlab.config import DataConfig, RunConfig, WeightsKind
 from vitlab.data.augment import Mixer, TrainTransform
-from vitlab.data.datasets import Dataset, fingerprint
-from vitlab.data.loader import Loader
+from vitlab.data.cache import Prepare, cached, unchanged
+from vitlab.data.datasets import Dataset, Split, fingerprint
+from vitlab.data.loader import Loader, Transform
 from vitlab.data.preprocess import EvalTransform, Preprocess
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor
@@ -38,8 +40,14 @@ _OWN_OPTIONS = {
 }
 
 
-def build_network(config: RunConfig, dataset: Dataset, console: Console, *, fresh: bool) -> Network:
-    """Build the network; a run that is not fresh takes its weights from a state, and reads no others."""
+def build_network(
+    config: RunConfig, dataset: Dataset, console: Console, *, fresh: bool
+) -> tuple[Network, Mapping[str, Any]]:
+    """Build the network; a run that is not fresh takes its weights from a state, and reads no others.
+
+    Returns:
+        The network, and what the weights that it starts from state of their preprocessing.
+    """
     K = len(dataset.classes)
     for field, option in _OWN_OPTIONS.items():
         if field in config.model.overrides:
@@ -59,45 +67,54 @@ def build_network(config: RunConfig, dataset: Dataset, console: Console, *, fres
         in_channels=config.data.channels,
         **config.model.overrides,
     )
+    stated: Mapping[str, Any] = {}
     if fresh and config.model.weights is not None:
-        say(console, load_weights(network, config.model.weights).summary())
+        report = load_weights(network, config.model.weights)
+        stated = report.preprocess
+        say(console, report.summary())
     freeze(network, config.model.freeze)
     if config.train.grad_checkpointing:
         network.set_grad_checkpointing()
-    return network
+    return network, stated
 
 
-def build_data(config: RunConfig, dataset: Dataset, network: Network) -> TrainingData:
-    """Build the loaders and what goes with them."""
-    data, batch_size, seed = config.data, config.train.batch_size, config.train.seed
-    grey = data.channels == 1
-    preprocess = Preprocess(
-        image_size=network.image_size,
-        resize_mode=data.resize_mode,
-        crop_fraction=data.crop_fraction,
-        interpolation=data.interpolation,
-        mean=data.mean or ((0.5,) if grey else Preprocess.mean),
-        std=data.std or ((0.25,) if grey else Preprocess.std),
-        channels=data.channels,
-    )
+def build_preprocess(config: DataConfig, network: Network, stated: Mapping[str, Any]) -> Preprocess:
+    """Settle how images become tensors: as configured, else as the weights state it, else as Preprocess has it."""
+    grey = {"mean": (0.5,), "std": (0.25,)} if config.channels == 1 else {}
+    # Statistics of RGB say nothing of grey images, nor the other way round.
+    fitting = {name: v for name, v in stated.items() if name not in ("mean", "std") or len(v) == config.channels}
+    given = {name: getattr(config, name) for name in ("resize_mode", "crop_fraction", "interpolation", "mean", "std")}
+    settled = grey | fitting | {name: value for name, value in given.items() if value is not None}
+    settled = {name: tuple(value) if isinstance(value, list) else value for name, value in settled.items()}
+    return Preprocess(image_size=network.image_size, channels=config.channels, **settled)
+
+
+def build_data(config: RunConfig, dataset: Dataset, preprocess: Preprocess, console: Console) -> TrainingData:
+    """Build the loaders and what goes with them; fill the cache where the run keeps one."""
+    data, batch_size = config.data, config.train.batch_size
+    transform = TrainTransform(config.augment, preprocess)
+    train_split, val_split = dataset.splits["train"], dataset.splits["val"]
+    train_transform: Transform = transform
+    val_transform: Transform = EvalTransform(preprocess)
+    if data.cache != "none":
+        record = preprocess.to_dict()
+        scale = config.augment.crop_min_scale
+        training = {"use": "train", "crop": transform.crop, "crop_min_scale": scale, **record}
+        train_split = _cached(data, train_split, transform.shrink_for_cache, training, console)
+        val_split = _cached(data, val_split, preprocess.apply, {"use": "evaluation", **record}, console)
+        train_transform, val_transform = transform.change, unchanged
     train = Loader(
-        dataset.splits["train"],
-        TrainTransform(config.augment, preprocess),
+        train_split,
+        train_transform,
         batch_size=batch_size,
-        seed=seed,
+        seed=config.train.seed,
         workers=data.workers,
         shuffle=True,
         repeats=config.augment.repeats,
         balanced=data.sampling == "balanced",
         on_error=data.on_error,
     )
-    val = Loader(
-        dataset.splits["val"],
-        EvalTransform(preprocess),
-        batch_size=batch_size,
-        workers=data.workers,
-        on_error=data.on_error,
-    )
+    val = Loader(val_split, val_transform, batch_size=batch_size, workers=data.workers, on_error=data.on_error)
     return TrainingData(
         train=train,
         val=val,
@@ -106,6 +123,25 @@ def build_data(config: RunConfig, dataset: Dataset, network: Network) -> Trainin
         mixer=Mixer(config.augment, len(dataset.classes)),
         unmixed_epochs=config.augment.unmixed_epochs,
     )
+
+
+def _cached(
+    config: DataConfig, split: Split, prepare: Prepare, preparation: Mapping[str, Any], console: Console
+) -> Split:
+    assert config.cache != "none"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(f"caching {split.name}", total=len(split))
+        return cached(
+            split,
+            prepare,
+            preparation=preparation,
+            mode=config.cache,
+            folder=None if config.cache_dir is None else Path(config.cache_dir).expanduser(),
+            workers=config.workers,
+            say=lambda line: say(console, line),
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
 
 
 def build_trainer(
@@ -132,7 +168,11 @@ def build_trainer(
 
     keeper = Keeper(
         folder,
-        run={"config": config.to_dict(), "data": origin["fingerprint"]},
+        run={
+            "config": config.to_dict(),
+            "data": origin["fingerprint"],
+            "preprocess": data.preprocess.to_dict(),
+        },
         save_model=save,
         every_steps=config.train.checkpoint_every_steps,
     )

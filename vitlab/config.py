@@ -82,16 +82,17 @@ class DataConfig:
     """Keep decoded and resized images in memory, or in one memory-mapped file that later runs find again."""
     cache_dir: str | None = None
     """Folder of the cache files; default: vitlab in the user's cache folder."""
-    resize_mode: ResizeMode = "crop"
-    """Evaluation: `crop` the centre, `squash` to the size, or `pad` to the aspect ratio with the mean colour."""
-    crop_fraction: float = 0.9
-    """Evaluation with `crop`: side of the crop over the shorter side of the resized image."""
-    interpolation: Interpolation = "bicubic"
-    """Resampling filter of evaluation and training."""
+    resize_mode: ResizeMode | None = None
+    """Evaluation: `crop` the centre, `squash` to the size, or `pad` to the aspect ratio with the mean colour. Of this
+    and the next four fields the default is what `model.weights` states, where it does; else crop."""
+    crop_fraction: float | None = None
+    """Evaluation with `crop`: side of the crop over the shorter side of the resized image; else 0.9."""
+    interpolation: Interpolation | None = None
+    """Resampling filter of evaluation and training; else bicubic."""
     mean: tuple[float, ...] | None = None
-    """Mean of each channel in [0, 1] that is subtracted; default: ImageNet's, and 0.5 for greyscale."""
+    """Mean of each channel in [0, 1] that is subtracted; else ImageNet's, and 0.5 for greyscale."""
     std: tuple[float, ...] | None = None
-    """Standard deviation of each channel that is divided by; default: ImageNet's, and 0.25 for greyscale."""
+    """Standard deviation of each channel that is divided by; else ImageNet's, and 0.25 for greyscale."""
     allow_empty_classes: bool = False
     """Keep a class folder without images as a class instead of stopping."""
     download: bool = False
@@ -103,7 +104,8 @@ class DataConfig:
         require(
             0.0 < self.val_fraction < 1.0, f"data.val_fraction is {self.val_fraction}: give a number between 0 and 1"
         )
-        require_shares(self, "crop_fraction", section="data")
+        if self.crop_fraction is not None:
+            require_shares(self, "crop_fraction", section="data")
         require_not_negative(self, "workers", "val_seed", section="data")
         require_channel_statistics(self, section="data", may_lack=True)
 

@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+_MANY = 120
+"""So many names can still be read in a message."""
+
 
 class InputError(ValueError):
     """What the user gave is wrong; the message says what was given, what is needed and what to do. Exit code 2."""
@@ -21,8 +24,11 @@ class Interrupted(RuntimeError):  # noqa: N818 - an ending, not an error
 
 
 def unknown_name(what: str, given: str, valid: Iterable[str]) -> InputError:
-    """Make the error for a name that is none of the valid ones: it lists them and the nearest match."""
+    """Make the error for a name that is none of the valid ones: it lists them, or the like ones of very many."""
     names = list(valid)
-    nearest = difflib.get_close_matches(given, names, n=1)
+    nearest = difflib.get_close_matches(given, names, n=5)
     hint = f" did you mean {nearest[0]}?" if nearest else ""
+    if len(names) > _MANY:
+        others = f" Alike are {', '.join(nearest[1:])};" if nearest[1:] else ""
+        return InputError(f"unknown {what} {given}:{hint}{others} there are {len(names):,}")
     return InputError(f"unknown {what} {given}:{hint} Valid are {', '.join(names)}")

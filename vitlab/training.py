@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vitlab.assembly import build_data, build_network, build_trainer, build_trial
+from vitlab.assembly import build_data, build_network, build_preprocess, build_trainer, build_trial
 from vitlab.config import RunConfig
 from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
@@ -99,8 +99,10 @@ def _run(config: RunConfig, console: Console) -> Path:
     start = open_run(config, fingerprint(dataset), stem=_stem(config), say=lambda line: say(console, line))
     with ExitStack() as stack:
         stack.enter_context(start.folder.claimed())
-        network = build_network(config, dataset, console, fresh=start.state is None).to(device)
-        data = build_data(config, dataset, network)
+        network, stated = build_network(config, dataset, console, fresh=start.state is None)
+        network = network.to(device)
+        preprocess = start.preprocess or build_preprocess(config.data, network, stated)
+        data = build_data(config, dataset, preprocess, console)
         stack.enter_context(closing(data.train))
         stack.enter_context(closing(data.val))
         trainer = build_trainer(config, dataset, network, data, start.folder, console)

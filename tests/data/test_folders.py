@@ -233,7 +233,7 @@ def test_load_split_lists_the_splits_there_are(tmp_path, write_classes):
     for root, split, message in (
         ("sets", "test", "has train, val but no test split"),
         ("sets", "all", "has train, val but no all split"),
-        ("flat", "test", "no test folder: evaluate `val`"),
+        ("flat", "test", "flat is not divided into splits and has no test split: evaluate `val`"),
     ):
         with pytest.raises(InputError, match=message):
             evaluate(tmp_path / root, split, ["a", "b"])

@@ -1,8 +1,19 @@
+import os
+
 import numpy as np
 import pytest
 
 from vitlab.data.images import ImageError
-from vitlab.data.splits import ArraySplit, Dataset, FileSplit, cut_validation, fingerprint, match_classes
+from vitlab.data.splits import (
+    ArraySplit,
+    Dataset,
+    FileSplit,
+    cut_validation,
+    fingerprint,
+    locate_split,
+    match_classes,
+    split_validation,
+)
 from vitlab.errors import InputError
 
 
@@ -54,6 +65,50 @@ def test_cut_validation_needs_two_images_of_a_class():
         cut([1, 1], 0.5)
 
 
+def test_split_validation_gives_both_parts_of_the_cut():
+    split, classes = array_split([4, 6]), ["x", "y"]
+    parts, note = split_validation(split, classes, fraction=0.25, seed=2)
+    train, val, line = cut_validation(split, classes, fraction=0.25, seed=2)
+    assert note == line
+    for name, rows in (("train", train), ("val", val)):
+        assert parts[name].name == name
+        assert parts[name].paths == [f"p{row}" for row in rows]
+        assert parts[name].labels.tolist() == split.labels[rows].tolist()
+
+
+@pytest.mark.parametrize(
+    ("split", "parts", "want"),
+    [
+        ("train", ["train", "val"], ("train", False)),
+        ("val", ["train", "val"], ("val", False)),
+        ("val", ["val"], ("val", False)),
+        ("train", ["train", "test"], ("train", True)),
+        ("val", ["train", "test"], ("train", True)),
+        ("test", ["train", "test"], ("test", False)),
+        ("train", [], ("all", True)),
+        ("val", [], ("all", True)),
+        ("all", [], ("all", False)),
+    ],
+)
+def test_locate_split_says_where_a_split_lies_and_whether_it_is_cut(split, parts, want):
+    assert locate_split(split, parts, "DIR") == want
+
+
+@pytest.mark.parametrize(
+    ("split", "parts", "message"),
+    [
+        ("test", [], "DIR is not divided into splits and has no test split: evaluate `val`"),
+        ("test", ["train", "val"], "DIR has train, val but no test split"),
+        ("train", ["val", "test"], "DIR has val, test but no train split"),
+        ("val", ["test"], "DIR has test but no val split"),
+        ("all", ["train"], "DIR has train but no all split"),
+    ],
+)
+def test_locate_split_names_what_there_is(split, parts, message):
+    with pytest.raises(InputError, match=message):
+        locate_split(split, parts, "DIR")
+
+
 def test_match_classes_translates_labels_by_name():
     split, notes = match_classes(array_split([2, 1]), ["dog", "ant"], ["ant", "bee", "dog"], "DIR")
     assert split.labels.tolist() == [2, 2, 0]
@@ -74,6 +129,39 @@ def test_array_split_reads_copies_and_subsets():
     part = split.subset("val", np.array([4, 0]))
     assert (part.name, part.labels.tolist(), list(part.paths)) == ("val", [1, 0], ["p4", "p0"])
     np.testing.assert_array_equal(part.read(0), split.images[4])
+
+
+def test_file_split_of_classes_labels_in_the_mappings_order():
+    split = FileSplit.of_classes("val", {"b": ["b/1", "b/2"], "empty": [], "a": ["a/1"]}, "root")
+    assert (split.name, split.paths, split.root) == ("val", ["b/1", "b/2", "a/1"], "root")
+    assert split.labels.tolist() == [0, 0, 2]
+    assert split.labels.dtype == np.int64
+
+
+def test_stamps_change_with_place_size_and_time_of_a_file(tmp_path, write_image, monkeypatch):
+    path = write_image(tmp_path / "a.png")
+    monkeypatch.chdir(tmp_path)
+
+    def stamp(path):
+        return next(FileSplit(name="val", labels=np.array([0]), paths=[str(path)], root=str(tmp_path)).stamps())
+
+    first = stamp(path)
+    assert stamp("a.png") == stamp("../" + tmp_path.name + "/a.png") == first
+    time = os.stat(path).st_mtime_ns
+    os.utime(path, ns=(time, time + 1))
+    assert stamp(path) != first
+    os.utime(path, ns=(time, time))
+    assert stamp(path) == first
+    path.write_bytes(path.read_bytes() + b"x")
+    os.utime(path, ns=(time, time))
+    assert stamp(path) != first
+    path.rename(tmp_path / "b.png")
+    assert stamp(path) not in (first, stamp(tmp_path / "b.png"))
+
+
+def test_stamps_of_arrays_are_their_pixels():
+    split = array_split([2])
+    assert list(split.stamps()) == [image.tobytes() for image in split.images]
 
 
 def test_file_split_reads_files_and_reports_bad_ones(tmp_path, write_image):

@@ -52,3 +52,53 @@ def torchvision_vit():
         return VisionTransformer(**(shape | {"num_classes": 5} | changes))
 
     return build
+
+
+@pytest.fixture
+def tiny_davit():
+    """A function that builds a small DaViT for images of 20 x 32 pixels, changed by fields of its config."""
+
+    def build(**changes):
+        shape = {"image_size": (20, 32), "embed_dims": (12, 24), "depths": (1, 2), "num_heads": (2, 4)}
+        return create_model("davit_tiny", **(shape | {"window_size": 3, "num_classes": 5} | changes))
+
+    return build
+
+
+@pytest.fixture
+def timm_davit():
+    """A function that builds timm's DaVit in the same shape as `tiny_davit`; it takes any size of image."""
+    from timm.models.davit import DaVit
+
+    def build(*, stem_stride=4, **changes):
+        shape = {"embed_dims": (12, 24), "depths": (1, 2), "num_heads": (2, 4), "window_size": 3, "num_classes": 5}
+        network = DaVit(**(shape | changes))
+        network.stem.stride = network.stem.conv.stride = (stem_stride, stem_stride)  # its constructor takes 4 alone
+        return network
+
+    return build
+
+
+@pytest.fixture
+def tiny_swin():
+    """A function that builds a small Swin for images of 24 x 40 pixels (grids of 6 x 10 and 3 x 5), or as changed."""
+
+    def build(**changes):
+        shape = {"image_size": (24, 40), "window_size": 3, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 4)}
+        return create_model("swin_tiny", **(shape | {"num_classes": 5} | changes))
+
+    return build
+
+
+@pytest.fixture
+def timm_swin():
+    """A function that builds timm's SwinTransformer in the shape of a Swin of ours, drop path and all."""
+    from timm.models.swin_transformer import SwinTransformer
+
+    renamed = {"image_size": "img_size", "in_channels": "in_chans"}
+
+    def build(network, **changes):
+        config = {name: value for name, value in network.config_dict().items() if name != "drop_rate"}
+        return SwinTransformer(**({renamed.get(name, name): value for name, value in config.items()} | changes))
+
+    return build

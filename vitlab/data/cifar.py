@@ -62,6 +62,8 @@ LAYOUTS = (
     CifarLayout("CIFAR-100", "cifar-100-python", ("train",), ("test",), "meta", "fine_labels", 100),
     CifarLayout("CIFAR-100", "cifar-100-binary", ("train.bin",), ("test.bin",), "fine_label_names.txt", 2, 100),
 )
+FOLDERS = frozenset(layout.folder for layout in LAYOUTS)
+"""Names of the archives' batch folders."""
 
 
 def find_cifar(root: Path) -> tuple[Path, CifarLayout] | None:

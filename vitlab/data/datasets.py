@@ -1,5 +1,6 @@
-"""Data sets by name or folder: which images train, which validate, which are kept for the test, and what they show."""
+"""Data sets by name, folder or manifest: what trains, what validates, what is kept for the test, and its classes."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,8 @@ import numpy as np
 
 from vitlab.data.cifar import download_cifar, find_cifar, load_cifar
 from vitlab.data.folders import LAYOUT, load_folder_split, load_folders
+from vitlab.data.idx import find_idx, load_idx
+from vitlab.data.manifest import is_manifest, load_manifest, load_manifest_split
 from vitlab.data.splits import (
     ArrayData,
     ArraySplit,
@@ -17,6 +20,7 @@ from vitlab.data.splits import (
     cut_validation,
     fingerprint,
     match_classes,
+    split_validation,
 )
 from vitlab.errors import InputError
 
@@ -36,9 +40,10 @@ def load_dataset(
 
     Args:
         root: `digits`; or a folder: ROOT/train/CLASS/** with val (valid, validation) and test beside it, class
-            folders alone, a CIFAR batch folder (Python or binary), or the folder around one.
+            folders alone, a CIFAR batch folder (Python or binary) or the folder around one, or the IDX files of MNIST
+            and its kin; or a .csv or .jsonl file that lists path, label and perhaps split.
         val_fraction: share of the training images that validates where there is no validation split.
-        seed: the run's seed, which the cut depends on.
+        seed: what the cut depends on besides.
         allow_empty_classes: keep a class folder without images as a class.
         download: fetch CIFAR where root is missing or empty; root's own name says which, cifar10 or cifar100.
 
@@ -50,6 +55,8 @@ def load_dataset(
     """
     if download and root != "digits" and not _holds_anything(Path(root)):
         download_cifar(Path(root))
+    if is_manifest(Path(root)):
+        return load_manifest(Path(root), val_fraction=val_fraction, seed=seed)
     if data := _load_arrays(root):
         return _cut_arrays(data, val_fraction=val_fraction, seed=seed)
     return load_folders(Path(root), val_fraction=val_fraction, seed=seed, allow_empty_classes=allow_empty_classes)
@@ -62,8 +69,8 @@ def load_split(
 
     Args:
         root: as for `load_dataset`; a folder may hold fewer classes, a single one too, or this split alone.
-        split: `train`, `val`, `test`, or `all` images of class folders that are not split. Where there is no
-            validation split, `train` and `val` are the same cut as in training.
+        split: `train`, `val`, `test`, or `all` images of class folders or a manifest without splits. Where there is
+            no validation split, `train` and `val` are the same cut as in training.
         classes: the model's class names.
         val_fraction: training's.
         seed: training's.
@@ -74,15 +81,17 @@ def load_split(
     Raises:
         InputError: there is no such split, or it holds a class that the model does not know.
     """
-    data = _load_arrays(root)
-    if data is None:
+    if is_manifest(Path(root)):
+        found, lines = load_manifest_split(Path(root), split, classes=classes, val_fraction=val_fraction, seed=seed)
+    elif (data := _load_arrays(root)) is None:
         found, lines = load_folder_split(Path(root), split, classes=classes, val_fraction=val_fraction, seed=seed)
-        return found, tuple(lines)
-    parts = _cut_arrays(data, val_fraction=val_fraction, seed=seed)
-    if split not in parts.splits:
-        raise InputError(f"{root} has {', '.join(parts.splits)} but no {split} split: evaluate one of those")
-    found, lines = match_classes(parts.splits[split], data.classes, classes, str(root))
-    return found, (*(parts.notes if split != "test" else ()), *lines)
+    else:
+        parts = _cut_arrays(data, val_fraction=val_fraction, seed=seed)
+        if split not in parts.splits:
+            raise InputError(f"{root} has {', '.join(parts.splits)} but no {split} split: evaluate one of those")
+        found, lines = match_classes(parts.splits[split], data.classes, classes, str(root))
+        lines = [*(parts.notes if split != "test" else ()), *lines]
+    return found, tuple(lines)
 
 
 def files_split(files: Sequence[str | Path]) -> Split:
@@ -91,7 +100,7 @@ def files_split(files: Sequence[str | Path]) -> Split:
 
 
 def _load_arrays(root: str | Path) -> ArrayData | None:
-    """Read the built-in digits or CIFAR; None where root is a folder of image files."""
+    """Read the built-in digits, CIFAR or IDX files; None where root is a folder of image files."""
     if root == "digits":
         return _load_digits()
     root = Path(root)
@@ -100,8 +109,12 @@ def _load_arrays(root: str | Path) -> ArrayData | None:
     if not root.is_dir():
         offer = "; data.download fetches CIFAR" if "cifar" in root.name.lower() else ""
         raise InputError(f"data.root {root} does not exist: give a folder or the built-in `digits`; {LAYOUT}{offer}")
-    cifar = find_cifar(root)
-    return load_cifar(*cifar) if cifar else None
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise InputError(f"data.root {root} cannot be opened: check its permissions")
+    if cifar := find_cifar(root):
+        return load_cifar(*cifar)
+    idx = find_idx(root)
+    return load_idx(root, idx) if idx else None
 
 
 def _holds_anything(root: Path) -> bool:
@@ -109,12 +122,8 @@ def _holds_anything(root: Path) -> bool:
 
 
 def _cut_arrays(data: ArrayData, *, val_fraction: float, seed: int) -> Dataset:
-    train_rows, val_rows, note = cut_validation(data.train, data.classes, fraction=val_fraction, seed=seed)
-    splits: dict[str, Split] = {
-        "train": data.train.subset("train", train_rows),
-        "val": data.train.subset("val", val_rows),
-        "test": data.test,
-    }
+    splits, note = split_validation(data.train, data.classes, fraction=val_fraction, seed=seed)
+    splits["test"] = data.test
     return Dataset(classes=data.classes, splits=splits, notes=(note,), native_size=data.native_size)
 
 

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from vitlab.data import cifar, idx, manifest
 from vitlab.data.images import is_junk, scan_folder
-from vitlab.data.splits import Dataset, FileSplit, Split, cut_validation, match_classes
+from vitlab.data.splits import SPLIT_NAMES, Dataset, FileSplit, Split, locate_split, match_classes, split_validation
 from vitlab.errors import InputError
 
-LAYOUT = "the layout is ROOT/train/CLASS/IMAGE with ROOT/val/CLASS/IMAGE beside it, or ROOT/CLASS/IMAGE"
-
-_SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_CIFAR_FOLDERS = frozenset(("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-100-python", "cifar-100-binary"))
+LAYOUT = (
+    "the layout is ROOT/train/CLASS/IMAGE with ROOT/val/CLASS/IMAGE beside it, or ROOT/CLASS/IMAGE; "
+    "CIFAR batches, IDX files and a .csv or .jsonl manifest are read too"
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,7 @@ class ClassFolders:
 
     def split(self, name: str) -> FileSplit:
         """Give the images as a split whose labels follow the folder's own class order."""
-        sizes = [len(paths) for paths in self.images.values()]
-        return FileSplit(
-            name=name,
-            labels=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
-            paths=[path for paths in self.images.values() for path in paths],
-            root=str(self.folder),
-        )
+        return FileSplit.of_classes(name, self.images, self.folder)
 
     def notes(self) -> list[str]:
         """Say what was left out."""
@@ -58,7 +51,7 @@ def load_folders(root: Path, *, val_fraction: float, seed: int, allow_empty_clas
     """Read a data set for training; see `datasets.load_dataset`."""
     parts = _split_folders(root)
     if parts and "train" not in parts:
-        raise InputError(f"{root} has {_names(parts)} but no train folder: {LAYOUT}")
+        raise InputError(f"{root} has {', '.join(parts)} but no train folder: {LAYOUT}")
     scan = _scan_classes(parts.get("train", root))
     _check_training(scan, root, allow_empty_classes=allow_empty_classes)
     classes = tuple(scan.images)
@@ -70,8 +63,7 @@ def load_folders(root: Path, *, val_fraction: float, seed: int, allow_empty_clas
         splits = {"train": train, "val": val}
         notes += lines
     else:
-        train_rows, val_rows, note = cut_validation(train, classes, fraction=val_fraction, seed=seed)
-        splits = {"train": train.subset("train", train_rows), "val": train.subset("val", val_rows)}
+        splits, note = split_validation(train, classes, fraction=val_fraction, seed=seed)
         notes.append(note)
     if "test" in parts:
         try:  # training does not touch the test split, so that one without labels is no reason to stop
@@ -87,12 +79,8 @@ def load_folder_split(
 ) -> tuple[Split, list[str]]:
     """Read one split for evaluation; see `datasets.load_split`."""
     parts = _split_folders(root)
-    cut = split in ("train", "val") and "val" not in parts and ("train" in parts or not parts)
-    if not parts and split == "test":
-        raise InputError(f"{root} has class folders but no test folder: evaluate `val` (a cut of it) or `all` of it")
-    if parts and split not in parts and not cut:
-        raise InputError(f"{root} has {_names(parts)} but no {split} split: evaluate one of those")
-    scan = _scan_classes(root if not parts else parts["train"] if cut else parts[split])
+    part, is_cut = locate_split(split, parts, str(root))
+    scan = _scan_classes(parts.get(part, root))
     if not scan.count:
         raise InputError(f"{scan.folder} holds no class folders with images: {LAYOUT}{_hint(root)}")
     try:
@@ -100,9 +88,9 @@ def load_folder_split(
     except InputError as error:
         raise InputError(f"{error}; {LAYOUT}") from None
     notes = scan.notes() + lines
-    if cut:
-        train_rows, val_rows, note = cut_validation(found, classes, fraction=val_fraction, seed=seed)
-        found = found.subset(split, train_rows if split == "train" else val_rows)
+    if is_cut:
+        cut, note = split_validation(found, classes, fraction=val_fraction, seed=seed)
+        found = cut[split]
         notes.append(note)
     return found, notes
 
@@ -114,12 +102,12 @@ def _split_folders(root: Path) -> dict[str, Path]:
     stands beside folders that are no splits.
     """
     folders = _subfolders(root)
-    named = [folder for folder in folders if folder.name.lower() in _SPLIT_NAMES]
+    named = [folder for folder in folders if folder.name.lower() in SPLIT_NAMES]
     if len(named) < len(folders) and not any(map(_subfolders, named)):
         return {}
     parts: dict[str, Path] = {}
     for folder in named:
-        split = _SPLIT_NAMES[folder.name.lower()]
+        split = SPLIT_NAMES[folder.name.lower()]
         if split in parts:
             raise InputError(f"{parts[split]} and {folder} are both the {split} split: keep one of them")
         parts[split] = folder
@@ -154,13 +142,13 @@ def _scan_classes(folder: Path) -> ClassFolders:
 
 def _check_training(scan: ClassFolders, root: Path, *, allow_empty_classes: bool) -> None:
     if not scan.count and scan.loose:
-        raise InputError(f"{scan.folder} holds {scan.loose} images but no class folders: {LAYOUT}")
+        raise InputError(f"{scan.folder} holds {scan.loose} images but no class folders: {LAYOUT}{_hint(root)}")
     if not scan.count:
         raise InputError(f"{scan.folder} holds no images: {LAYOUT}{_hint(root)}")
     if len(scan.images) < 2:
         only = next(iter(scan.images))
         raise InputError(
-            f"{scan.folder} holds only one class folder, {only}: {LAYOUT}, CLASS twice or more{_hint(root)}"
+            f"{scan.folder} holds only one class folder, {only}, and two are needed: {LAYOUT}{_hint(root)}"
         )
     empty = [name for name, paths in scan.images.items() if not paths]
     if empty and not allow_empty_classes:
@@ -186,13 +174,12 @@ def _matching(folder: Path, name: str, train: ClassFolders) -> tuple[Split, list
 
 
 def _hint(root: Path) -> str:
-    """Point at a data set one folder further down, where there is one."""
-    for folder in _subfolders(root):
-        inside = {path.name.lower() for path in _subfolders(folder)}
-        if "train" in inside or inside & _CIFAR_FOLDERS:
-            return f"; perhaps {folder} was meant"
-    return ""
+    """Point at a data set one folder further down, or at a manifest in the folder, where there is one."""
+    found = [folder for folder in _subfolders(root) if _is_data_set(folder)]
+    found += sorted(filter(manifest.is_manifest, root.iterdir()))
+    return f"; perhaps {found[0]} was meant" if found else ""
 
 
-def _names(parts: dict[str, Path]) -> str:
-    return ", ".join(folder.name for folder in parts.values())
+def _is_data_set(folder: Path) -> bool:
+    names = {path.name.lower() for path in _subfolders(folder)}
+    return "train" in names or not names.isdisjoint(cifar.FOLDERS) or idx.find_idx(folder) is not None

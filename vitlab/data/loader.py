@@ -217,7 +217,7 @@ class _Samples(TorchDataset[Batch]):
             except ImageError as error:
                 errors.append(error)
         # Where no image tells the size, a blank one does.
-        images = np.stack(pixels or [self.transform(np.zeros((1, 1, 3), dtype=np.uint8), 0)])[: len(read)]
+        images = np.stack(pixels or [self.transform(self.split.blank(), 0)])[: len(read)]
         return Batch(
             images=rearrange(torch.from_numpy(images), "b h w c -> b c h w"),  # a view: channels-last memory
             labels=torch.from_numpy(self.split.labels[read]),

@@ -3,7 +3,7 @@
 import abc
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from vitlab.data.images import read_image
 from vitlab.errors import InputError
 from vitlab.seeds import derive_seed
+
+SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""What people call the three splits, in lower case."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,6 +48,14 @@ class Split(abc.ABC):
     def identity(self) -> Iterator[bytes]:
         """Give, image by image, bytes that change when the image does."""
 
+    def stamps(self) -> Iterator[bytes]:
+        """Give, image by image, bytes that change when what a cache kept of it is out of date."""
+        return self.identity()
+
+    def blank(self) -> NDArray[np.uint8]:
+        """Give an image as `read` does, for a loader that has none to tell the size of its batch."""
+        return np.zeros((1, 1, 3), dtype=np.uint8)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FileSplit(Split):
@@ -52,6 +63,17 @@ class FileSplit(Split):
 
     root: str = ""
     """Folder against which the fingerprint takes the paths, so that a moved data set stays the same."""
+
+    @classmethod
+    def of_classes(cls, name: str, images: Mapping[str, Sequence[str]], root: str | os.PathLike[str]) -> "FileSplit":
+        """Give the paths of each class, class after class, with labels in the mapping's order."""
+        sizes = [len(paths) for paths in images.values()]
+        return cls(
+            name=name,
+            labels=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
+            paths=[path for paths in images.values() for path in paths],
+            root=os.fspath(root),
+        )
 
     def read(self, index: int) -> NDArray[np.uint8]:
         """Read and decode the file."""
@@ -69,6 +91,16 @@ class FileSplit(Split):
             except OSError:  # a broken link is listed, and reported when it is read
                 size = -1
             yield f"{os.path.relpath(path, self.root or None)}\0{size}".encode("utf-8", "surrogateescape")
+
+    def stamps(self) -> Iterator[bytes]:
+        """Give absolute path, size in bytes and time of the last change; two data sets may have names alike."""
+        for path in self.paths:
+            try:
+                status = os.stat(path)
+                stamp = f"{status.st_size}\0{status.st_mtime_ns}"
+            except OSError:
+                stamp = "unreadable"
+            yield f"{os.path.abspath(path)}\0{stamp}".encode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,6 +192,38 @@ def cut_validation(
     train = np.setdiff1d(np.arange(len(split)), val)
     note = f"validation: {len(val)} of {len(split)} training images, a share of {fraction:g} by class, seed {seed}"
     return train, val, note
+
+
+def split_validation(
+    split: Split, classes: Sequence[str], *, fraction: float, seed: int
+) -> tuple[dict[str, Split], str]:
+    """Cut a split by `cut_validation`: its `train` and `val`, and a line that says so."""
+    train, val, note = cut_validation(split, classes, fraction=fraction, seed=seed)
+    return {"train": split.subset("train", train), "val": split.subset("val", val)}, note
+
+
+def locate_split(split: str, parts: Collection[str], where: str) -> tuple[str, bool]:
+    """Say in which part of a data set a split lies.
+
+    Args:
+        split: `train`, `val`, `test` or `all`.
+        parts: the splits that the data set is divided into; none where it is not divided.
+        where: what the data set is called in messages.
+
+    Returns:
+        The part, `all` where there are none, and whether the split is a cut of it as `split_validation` makes it.
+
+    Raises:
+        InputError: there is no such split.
+    """
+    is_cut = split in ("train", "val") and "val" not in parts and ("train" in parts or not parts)
+    if not parts and split == "test":
+        raise InputError(
+            f"{where} is not divided into splits and has no test split: evaluate `val` (a cut of it) or `all` of it"
+        )
+    if parts and split not in parts and not is_cut:
+        raise InputError(f"{where} has {', '.join(parts)} but no {split} split: evaluate one of those")
+    return ("train" if parts else "all") if is_cut else split, is_cut
 
 
 def match_classes(split: Split, own: Sequence[str], wanted: Sequence[str], where: str) -> tuple[Split, list[str]]:

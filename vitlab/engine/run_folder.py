@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitlab.config import RunConfig
+from vitlab.data.preprocess import Preprocess
 from vitlab.engine.state import list_states, load_state, step_of
 from vitlab.errors import InputError
 
@@ -130,6 +131,8 @@ class Start:
     state: Path | None = None
     in_place: bool = True
     """Whether the state lies in the folder, so that the run goes on where it was."""
+    preprocess: Preprocess | None = None
+    """The state's run's, which may have come with the weights that it began from."""
 
 
 def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callable[[str], None]) -> Start:
@@ -172,7 +175,7 @@ def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callabl
             f"the images of {config.data.root} are not those of {state} (it had {before}, here are {now}): "
             "restore them, or give another train.run_dir"
         )
-    return Start(folder, state, in_place)
+    return Start(folder, state, in_place, Preprocess.from_dict(record["run"]["preprocess"]))
 
 
 def _refuse_inside(folder: Path, root: str) -> None:

@@ -18,6 +18,22 @@ def check_divides(image_size: tuple[int, int], patch_size: tuple[int, int]) -> N
         require_multiple(f"image {axis}", side, "patch size", patch)
 
 
+def check_images(images: Tensor, *, image_size: tuple[int, int], in_channels: int) -> None:
+    """Raise InputError unless images `(B, C, H, W)` have the size and the channels that a network was built for."""
+    _, C, H, W = images.shape
+    if image_size != (H, W):
+        height, width = image_size
+        raise InputError(
+            f"images are {H} x {W} (height x width), the network takes {height} x {width}: "
+            f"resize them, or build the network with image_size [{H}, {W}]"
+        )
+    if in_channels != C:
+        raise InputError(
+            f"images have {C} channels, the network takes {in_channels}: "
+            f"convert them, or build the network with in_channels {C}"
+        )
+
+
 class PatchEmbed(nn.Module):
     """Cut images into patches, row by row, and map each linearly to a token.
 
@@ -53,17 +69,6 @@ class PatchEmbed(nn.Module):
         Raises:
             InputError: the images have another size or another number of channels than the network was built for.
         """
-        _, C, H, W = images.shape
-        if self.image_size != (H, W):
-            height, width = self.image_size
-            raise InputError(
-                f"images are {H} x {W} (height x width), the network takes {height} x {width}: "
-                f"resize them, or build the network with image_size [{H}, {W}]"
-            )
-        if self.in_channels != C:
-            raise InputError(
-                f"images have {C} channels, the network takes {self.in_channels}: "
-                f"convert them, or build the network with in_channels {C}"
-            )
+        check_images(images, image_size=self.image_size, in_channels=self.in_channels)
         tokens: Tensor = rearrange(self.proj(images), "b d h w -> b (h w) d")
         return tokens

@@ -1,4 +1,4 @@
-"""Where a token stands: fixed sine and cosine positions, and learned tables resampled to another grid."""
+"""Where a token stands: fixed sine and cosine positions, biases by offset, learned tables resampled to another grid."""
 
 import torch
 import torch.nn.functional as F
@@ -58,3 +58,42 @@ def resample_positions(
     grid = rearrange(grid, "one (h w) d -> one d h w", h=H, w=W)
     grid = F.interpolate(grid.float(), new_grid, mode="bicubic", antialias=True, align_corners=False).to(table.dtype)
     return torch.cat([prefix, rearrange(grid, "one d h w -> one (h w) d")], dim=1)
+
+
+def relative_bias(table: Tensor, index: Tensor) -> Tensor:
+    """Look up what attention adds to its scores: a learned number for each head and each offset of two tokens.
+
+    Args:
+        table: `(R, h)`, a row for each of the R offsets.
+        index: int64 `(N, N)`, query then key: the pair's row of the table (see `windows.relative_index`).
+
+    Returns:
+        `(h, N, N)`, contiguous as fused attention wants it.
+
+    Source: arXiv:2103.14030, eq. 4.
+    """
+    N, _ = index.shape
+    # Not `table[index]`: its backward adds in parallel, and from 16 heads on gives other last bits in every run.
+    return rearrange(table.t().index_select(1, index.flatten()), "h (n m) -> h n m", n=N)
+
+
+def resample_relative_bias(table: Tensor, *, old_window: tuple[int, int], new_window: tuple[int, int]) -> Tensor:
+    """Stretch a table of relative biases from one window to another, as a picture of all offsets.
+
+    The rule is that of the original code: bicubic, corners not aligned, not antialiased; in float32. (timm's loader has
+    another, linear between offsets that lie ever farther apart.) Offset 0 stays in the middle.
+
+    Args:
+        table: `((2H - 1)(2W - 1), h)` for windows of (H, W) tokens.
+        old_window: (H, W) of the table.
+        new_window: (H, W) wanted.
+
+    Returns:
+        The table for the new window in the table's dtype; the table itself where the windows are equal.
+    """
+    if old_window == new_window:
+        return table
+    old_offsets, new_offsets = (tuple(2 * side - 1 for side in window) for window in (old_window, new_window))
+    picture = rearrange(table, "(down right) h -> 1 h down right", down=old_offsets[0], right=old_offsets[1])
+    picture = F.interpolate(picture.float(), new_offsets, mode="bicubic", align_corners=False).to(table.dtype)
+    return rearrange(picture, "1 h down right -> (down right) h")

@@ -5,11 +5,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vitlab.errors import unknown_name
+from vitlab.models.davit import DAVIT_SIZES, DaViT
 from vitlab.models.network import Network
+from vitlab.models.swin import SWIN_SIZES, SwinTransformer
+from vitlab.models.timm_network import PREFIX, TimmNetwork
 from vitlab.models.vit import VIT_SIZES, VisionTransformer
 
 # Each architecture: its network, built from its config alone, and the configs that have a name.
-_ARCHITECTURES: tuple[tuple[Callable[[Any], Network], Mapping[str, Any]], ...] = ((VisionTransformer, VIT_SIZES),)
+_ARCHITECTURES: tuple[tuple[Callable[[Any], Network], Mapping[str, Any]], ...] = (
+    (VisionTransformer, VIT_SIZES),
+    (SwinTransformer, SWIN_SIZES),
+    (DaViT, DAVIT_SIZES),
+)
 
 
 def list_models() -> list[str]:
@@ -28,11 +35,11 @@ def create_model(
     """Build a network with fresh weights.
 
     Args:
-        name: one of `list_models()`.
+        name: one of `list_models()`, or `timm/NAME` for any network of timm.
         num_classes: number K of logits.
         image_size: side, or (height, width), in pixels; default: the named network's own.
         in_channels: channels C of the images.
-        **overrides: other fields of the architecture's config, such as `depth=6`.
+        **overrides: other fields of the architecture's config, such as `depth=6`; keyword arguments of timm's network.
 
     Returns:
         The network on the CPU (or on the device of an enclosing `with torch.device(...)`), in training mode.
@@ -41,6 +48,10 @@ def create_model(
         InputError: an unknown name or field (the message gives the valid ones and the nearest), or a value that does
             not fit.
     """
+    if name.startswith(PREFIX):
+        return TimmNetwork(
+            name, num_classes=num_classes, image_size=image_size, in_channels=in_channels, overrides=overrides
+        )
     named = {name: (network, config) for network, sizes in _ARCHITECTURES for name, config in sizes.items()}
     if name not in named:
         raise unknown_name("model", name, named)

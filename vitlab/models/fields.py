@@ -13,7 +13,8 @@ def conform_fields(config: Any) -> None:
     A list becomes a tuple and a whole number a float where the field says so; nothing else is converted.
 
     Args:
-        config: a dataclass instance; its fields are int, float, bool, str, Literal, tuples of those, or unions of them.
+        config: a dataclass instance; its fields are int, float, bool, str, Literal, tuples of those (of fixed or, as
+            `tuple[int, ...]`, any length but 0), or unions of them.
 
     Raises:
         InputError: a value of another type; the message names the field, the value and what it takes.
@@ -35,8 +36,10 @@ def _convert(value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
     if get_origin(kind) is tuple:
-        items = get_args(kind)
-        if not isinstance(value, list | tuple) or len(value) != len(items):
+        if not isinstance(value, list | tuple):
+            return None
+        items = _item_kinds(kind, len(value))
+        if len(value) != len(items):
             return None
         converted = tuple(_convert(item, item_kind) for item, item_kind in zip(value, items, strict=True))
         return None if None in converted else converted
@@ -47,9 +50,17 @@ def _convert(value: Any, kind: Any) -> Any:
     return value if isinstance(value, kind) else None
 
 
+def _item_kinds(kind: Any, length: int) -> tuple[Any, ...]:
+    """Give the kinds of a tuple's items; `tuple[int, ...]` has as many as the value, but one at least."""
+    items = get_args(kind)
+    return items[:1] * max(length, 1) if items[-1] is Ellipsis else items
+
+
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:
-        return f"{len(get_args(kind))} values, each {_describe(get_args(kind)[0])}"
+        items = get_args(kind)
+        number = "one or more" if items[-1] is Ellipsis else len(items)
+        return f"{number} values, each {_describe(items[0])}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]

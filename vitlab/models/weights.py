@@ -4,29 +4,27 @@ Nothing in the network changes before everything has been found to fit.
 """
 
 import math
-import pickle
-import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vitlab.errors import InputError
-from vitlab.layers.position import resample_positions
-from vitlab.models.files import checkpoint_path, read_safetensors
+from vitlab.layers.position import resample_positions, resample_relative_bias
+from vitlab.layers.window_attention import WindowAttention
+from vitlab.models.layouts import LAYOUTS, State
 from vitlab.models.network import Network
+from vitlab.models.sources import Source, read_source
+from vitlab.models.timm_network import TimmNetwork
 
-State = dict[str, Tensor]
-
-_PICKLED_SUFFIXES = (".pth", ".pt", ".bin")
 _NESTS = ("state_dict", "model")
 _WRAPPERS = ("module.", "_orig_mod.")
 # Counts its updates beside the averaged weights in a state of torch's AveragedModel.
 _NOT_WEIGHTS = ("n_averaged",)
+_BIAS_TABLE = "relative_position_bias_table"
+_PATCH_KERNEL = "patch_embed.proj.weight"
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,15 @@ class WeightsReport:
     loaded: tuple[str, ...]
     """Parameters that took the source's values as they are."""
     resized: tuple[str, ...]
-    """Parameters that took them resampled to another grid."""
+    """Parameters that took them resampled to another grid, window, patch or number of channels."""
     reinitialised: tuple[str, ...]
     """Parameters of the head, fresh because the source knows other classes."""
     ignored: tuple[str, ...]
     """Entries of the source that are no weights, such as an optimizer's state beside them."""
     layout: str
     """Whose names the source used: `vitlab` of a model file, `timm` of any other with the names we share, ..."""
+    preprocess: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Preprocess that the source states for its weights; empty where it states none."""
 
     def summary(self) -> str:
         """Tell it in one line."""
@@ -58,13 +58,15 @@ class WeightsReport:
 def load_weights(model: Network, source: Mapping[str, Any] | str | Path) -> WeightsReport:
     """Load weights into a network by their names, whoever's they are.
 
-    Wrappers' prefixes (`module.`, `_orig_mod.`) are dropped from the front of names. A position table of another grid
-    is resampled. A head of another class count, or none, leaves the network with a fresh head. All else must match.
+    Wrappers' prefixes (`module.`, `_orig_mod.`) are dropped from the front of names. A position table of another grid,
+    relative biases of another window and kernels of another patch are resampled; kernels over RGB are summed for grey
+    images. A head of another class count, or none, leaves the network with a fresh head. All else must match.
 
     Args:
         model: the network; changed in place.
-        source: a state dict, bare or under `model` or `state_dict`; or a file: a model file of vitlab, a run folder,
-            another .safetensors, or a .pth, .pt or .bin of torch, of which only plain tensors are read.
+        source: a state dict, bare or under `model` or `state_dict`; or a file, folder or name as `read_source` takes.
+            Layouts of timm, torchvision, transformers (ViT), Microsoft (Swin), dingmyu (DaViT) and Google (ViT) are
+            recognised by their names.
 
     Returns:
         What was done, by the network's parameter names.
@@ -72,10 +74,12 @@ def load_weights(model: Network, source: Mapping[str, Any] | str | Path) -> Weig
     Raises:
         InputError: the file cannot be read or would run code, or names or shapes do not match (the message lists them).
     """
-    found, config = (source, None) if isinstance(source, Mapping) else _read(source)
-    entries, ignored = _unnest(found)
-    state, layout = _convert(_strip_wrappers(entries))
+    found = Source(source) if isinstance(source, Mapping) else read_source(source)
+    config = found.config
+    entries, ignored = _unnest(found.entries)
+    state, layout, beside = _convert(_strip_wrappers(entries), model)
     layout = "vitlab" if config else layout
+    ignored += beside
     ignored += tuple(name for name in _NOT_WEIGHTS if state.pop(name, None) is not None)
     head = _head_names(model)
     own_state = model.state_dict()
@@ -83,6 +87,7 @@ def load_weights(model: Network, source: Mapping[str, Any] | str | Path) -> Weig
     if fresh_head:
         state = {name: tensor for name, tensor in state.items() if name not in head}
     resized = _resample(state, own_state, _grid(model.config_dict()), source_grid=_grid(config or {}))
+    resized += _resample_windows(state, model) + _resample_kernel(state, own_state)
     expected = {name: tensor for name, tensor in own_state.items() if not (fresh_head and name in head)}
     _require_match(state, expected, layout)
     if fresh_head:
@@ -94,38 +99,8 @@ def load_weights(model: Network, source: Mapping[str, Any] | str | Path) -> Weig
         reinitialised=tuple(name for name in own_state if name in head) if fresh_head else (),
         ignored=ignored,
         layout=layout,
+        preprocess=found.preprocess,
     )
-
-
-def _read(source: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Give a file's entries, and from a model file of vitlab the config of its network."""
-    path = checkpoint_path(source)
-    suffix = path.suffix.lower()
-    if suffix == ".safetensors":
-        file = read_safetensors(path)
-        return file.tensors(), file.record["model"]["config"] if file.record else None
-    if suffix in _PICKLED_SUFFIXES:
-        return _read_pickled(path), None
-    raise InputError(f"{path} is no weights file: give a run folder, .safetensors, {', '.join(_PICKLED_SUFFIXES)}")
-
-
-def _read_pickled(path: Path) -> Mapping[str, Any]:
-    """Open a file of torch.save without running any code that it carries."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of odd pickle protocols: the error below says it better
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it wants to run {wanted[1]}" if wanted else "it is damaged, or holds more than tensors"
-        raise InputError(
-            f"{path} was not opened: {what}; where you trust it, save its plain state dict again, best as .safetensors"
-        ) from error
-    except Exception as error:  # damaged pickles make torch raise nearly anything
-        raise InputError(f"{path} is damaged, or not a file of torch.save: take another copy") from error
-    if not isinstance(content, Mapping):
-        raise InputError(f"{path} holds a {type(content).__name__}: give a file with a state dict of named tensors")
-    return content
 
 
 def _unnest(entries: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
@@ -154,43 +129,15 @@ def _strip_wrappers(entries: Mapping[str, Tensor]) -> State:
     return stripped
 
 
-_TORCHVISION_VIT = (
-    (r"^class_token$", "cls_token"),
-    (r"^conv_proj\.", "patch_embed.proj."),
-    (r"^encoder\.pos_embedding$", "pos_embed"),
-    (r"^encoder\.ln\.", "norm."),
-    (r"^heads\.head\.", "head."),
-    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
-    (r"^(blocks\.\d+)\.ln_([12])\.", r"\1.norm\2."),
-    (r"^(blocks\.\d+)\.self_attention\.in_proj_", r"\1.attn.qkv."),
-    (r"^(blocks\.\d+)\.self_attention\.out_proj\.", r"\1.attn.proj."),
-    (r"^(blocks\.\d+)\.mlp\.(?:0|linear_1)\.", r"\1.mlp.fc1."),
-    (r"^(blocks\.\d+)\.mlp\.(?:3|linear_2)\.", r"\1.mlp.fc2."),
-)
-
-
-def _from_torchvision_vit(state: State) -> State:
-    """Rename torchvision's VisionTransformer; `linear_1` and `linear_2` are its own names of before 2022."""
-    return {_rename(name, _TORCHVISION_VIT): tensor for name, tensor in state.items()}
-
-
-def _rename(name: str, patterns: Iterable[tuple[str, str]]) -> str:
-    for pattern, replacement in patterns:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-# Each foreign layout: its name, names of which all give it away, and the way to ours. timm's names are ours.
-_LAYOUTS: tuple[tuple[str, frozenset[str], Callable[[State], State]], ...] = (
-    ("torchvision", frozenset({"class_token", "conv_proj.weight"}), _from_torchvision_vit),
-)
-
-
-def _convert(state: State) -> tuple[State, str]:
-    for layout, marks, convert in _LAYOUTS:
-        if marks <= state.keys():
-            return convert(state), layout
-    return state, "timm"
+def _convert(state: State, model: Network) -> tuple[State, str, tuple[str, ...]]:
+    """Give the state under our names, the layout it had, and what of it is no weight."""
+    for layout in LAYOUTS:
+        if layout.recognises(state):
+            ours, ignored = layout.to_ours(state, model.state_dict())
+            return ours, layout.name, ignored
+    if isinstance(model, TimmNetwork) and not any(name.startswith("net.") for name in state):
+        return {f"net.{name}": tensor for name, tensor in state.items()}, "timm", ()
+    return state, "timm", ()
 
 
 def _head_names(model: Network) -> set[str]:
@@ -226,6 +173,36 @@ def _resample(
         return ()
     state["pos_embed"] = resample_positions(table, old_grid=source_grid, new_grid=grid, num_prefix=num_prefix)
     return ("pos_embed",)
+
+
+def _resample_windows(state: State, model: Network) -> tuple[str, ...]:
+    """Replace tables of relative biases of other windows; theirs are square, as in all published networks."""
+    resized = []
+    for path, module in model.named_modules():
+        name = f"{path}.{_BIAS_TABLE}"
+        if not isinstance(module, WindowAttention) or (table := state.get(name)) is None:
+            continue
+        own = module.relative_position_bias_table
+        side = math.isqrt(len(table))
+        if table.shape != own.shape and table.ndim == 2 and side % 2 and side * side == len(table):
+            old = ((side + 1) // 2, (side + 1) // 2)
+            state[name] = resample_relative_bias(table, old_window=old, new_window=module.window)
+            resized.append(name)
+    return tuple(resized)
+
+
+def _resample_kernel(state: State, own_state: State) -> tuple[str, ...]:
+    """Replace the kernel of the patches where their side or the number of channels is another."""
+    own, kernel = own_state.get(_PATCH_KERNEL), state.get(_PATCH_KERNEL)
+    if own is None or kernel is None or kernel.shape == own.shape or kernel.ndim != 4 or len(kernel) != len(own):
+        return ()
+    from timm.layers.patch_embed import resample_patch_embed
+    from timm.models import adapt_input_conv
+
+    if kernel.shape[1] == 3 != own.shape[1]:
+        kernel = adapt_input_conv(own.shape[1], kernel)
+    state[_PATCH_KERNEL] = resample_patch_embed(kernel, list(own.shape[2:]))
+    return (_PATCH_KERNEL,)
 
 
 def _grid(config: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -1,0 +1,103 @@
+"""timm's networks behind our face: the same logits, and every method that the engine calls."""
+
+import pytest
+import timm
+import torch
+from timm.models import group_parameters
+
+from vitlab.data.preprocess import Preprocess
+from vitlab.engine.optim import freeze, parameter_groups
+from vitlab.errors import InputError
+from vitlab.models.catalog import create_model
+from vitlab.models.files import load_model, save_model
+
+
+def images(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def resnet(**settings):
+    torch.manual_seed(0)
+    return create_model("timm/resnet10t", num_classes=5, image_size=(32, 48), **settings)
+
+
+def test_logits_are_timms_own():
+    network = resnet().eval()
+    peer = timm.create_model("resnet10t", num_classes=5).eval()
+    peer.load_state_dict({name.removeprefix("net."): tensor for name, tensor in network.state_dict().items()})
+    batch = images(2, 3, 32, 48)
+    assert torch.equal(network(batch), peer(batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("resnet10t", (32, 48), {}),
+        ("vit_tiny_patch16_224", (32, 48), {"depth": 2}),
+        ("swin_tiny_patch4_window7_224", (56, 56), {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 16}),
+        ("convnext_atto", (32, 64), {"drop_path_rate": 0.1}),
+    ],
+)
+def test_network_answers_to_every_name(name, size, settings, tmp_path):
+    network = create_model(f"timm/{name}", num_classes=5, image_size=size, in_channels=1, **settings).eval()
+    batch = images(2, 1, *size)
+    logits = network(batch)
+    features = network.forward_features(batch)
+    torch.testing.assert_close(network.forward_head(features), logits)
+    assert network.get_classifier().out_features == 5
+    assert len(network.forward_intermediates(batch)) >= 2
+    groups = group_parameters(network, network.group_matcher())
+    named = [parameter for names in groups.values() for parameter in names]
+    assert sorted(named) == sorted(name for name, _ in network.named_parameters())
+    assert len(groups) > 2
+    held = [p for group in parameter_groups(network, weight_decay=0.1, layer_decay=0.7) for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in network.parameters()}
+    save_model(
+        tmp_path / "m.safetensors",
+        network,
+        classes=list("abcde"),
+        preprocess=Preprocess(image_size=size, channels=1, mean=(0.5,), std=(0.5,)),
+        metrics={},
+        data={},
+    )
+    loaded = load_model(tmp_path / "m.safetensors").network
+    assert loaded.name == f"timm/{name}"
+    assert torch.equal(loaded(batch), logits)
+    network.reset_classifier(3)
+    assert network(batch).shape == (2, 3)
+    assert network.num_classes == 3
+
+
+def test_blocks_are_frozen_from_the_front():
+    network = resnet()
+    blocks = network.repeated_blocks()
+    assert len(blocks) == 4
+    freeze(network, 1)
+    assert all(p.requires_grad for p in blocks[-1].parameters())
+    assert not any(p.requires_grad for p in blocks[0].parameters())
+    assert network.get_classifier().weight.requires_grad
+
+
+def test_native_size_is_timms():
+    with torch.device("meta"):
+        assert create_model("timm/vit_base_patch16_384", depth=1).image_size == (384, 384)
+        assert create_model("timm/resnet18").image_size == (224, 224)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "line"),
+    [
+        ("timm/resnet81", {}, "unknown timm network resnet81: did you mean resnet18"),
+        ("timm/resnet18", {"depht": 3}, "timm/resnet18 cannot be built: .*depht"),
+        ("timm/vit_tiny_patch16_224", {"image_size": 30}, "image height 30 is not a multiple of patch size 16"),
+        ("timm/resnet18", {"image_size": (0, 4)}, "image_size is .* give a side"),
+    ],
+)
+def test_create_model_refuses(name, settings, line):
+    with pytest.raises(InputError, match=line):
+        create_model(name, **settings)
+
+
+def test_images_of_another_size_are_refused():
+    with pytest.raises(InputError, match=r"images are 32 x 32 \(height x width\), the network takes 32 x 48"):
+        resnet()(images(1, 3, 32, 32))

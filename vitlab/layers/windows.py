@@ -1,0 +1,93 @@
+"""Windows of a grid of tokens: cut it, put it together again, and tell within a window who may see whom, and how far.
+
+Legend: a grid is `(B, H, W, D)`; a window is (height, width) in tokens; `N` tokens of one window, row by row;
+`V` windows of one grid, row by row.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+# Added to the score of a pair that must not meet. exp(-100) is nothing beside 1 in every float type, and published
+# implementations use this very number.
+_APART = -100.0
+
+
+def pad_to_multiple(grid: Tensor, window: tuple[int, int]) -> Tensor:
+    """Append zeros at the bottom and on the right, up to whole windows.
+
+    Returns:
+        `(B, H', W', D)`; the grid itself where it already is whole windows.
+    """
+    _, H, W, _ = grid.shape
+    below, right = -H % window[0], -W % window[1]
+    return F.pad(grid, (0, 0, 0, right, 0, below)) if below or right else grid
+
+
+def partition(grid: Tensor, window: tuple[int, int]) -> Tensor:
+    """Cut a grid of whole windows into them: `(B, H, W, D)` to `(B * V, N, D)`, image by image."""
+    height, width = window
+    return rearrange(grid, "b (rows h) (columns w) d -> (b rows columns) (h w) d", h=height, w=width)
+
+
+def reverse(windows: Tensor, window: tuple[int, int], grid_size: tuple[int, int]) -> Tensor:
+    """Put windows together again, `(B * V, N, D)` to `(B, H, W, D)`: the inverse of `partition`.
+
+    Args:
+        windows: what `partition` gave, or what became of it.
+        window: (height, width) of a window.
+        grid_size: (H, W) of the grid that was cut.
+    """
+    (height, width), (H, W) = window, grid_size
+    return rearrange(
+        windows,
+        "(b rows columns) (h w) d -> b (rows h) (columns w) d",
+        rows=H // height,
+        columns=W // width,
+        h=height,
+        w=width,
+    )
+
+
+def shift_mask(grid_size: tuple[int, int], window: tuple[int, int], shift: tuple[int, int]) -> Tensor | None:
+    """Keep apart, in the windows of a grid that was rolled up and left, tokens that only the roll made neighbours.
+
+    Args:
+        grid_size: (H, W), whole windows.
+        window: (height, width) of a window.
+        shift: rows and columns by which the grid was rolled, each less than the window's.
+
+    Returns:
+        float32 `(V, N, N)` to add to attention scores: 0 where two tokens may meet, -100 where not; None for no shift.
+
+    Source: arXiv:2103.14030, sec. 3.2 and figure 4.
+    """
+    if not any(shift):
+        return None
+    rows, columns = map(_strips, grid_size, window, shift)
+    regions = partition((3 * rows[:, None] + columns)[None, :, :, None], window)  # (V, N, 1)
+    apart = regions != regions.transpose(1, 2)
+    return torch.zeros(apart.shape, device=apart.device).masked_fill(apart, _APART)
+
+
+def _strips(length: int, window: int, shift: int) -> Tensor:
+    """Number the parts of one axis: all windows but the last, the last one's own part, what the roll carried there."""
+    position = torch.arange(length)
+    return (position >= length - window).long() + (position >= length - shift).long()
+
+
+def relative_index(window: tuple[int, int]) -> Tensor:
+    """Number the offsets from key to query, row by row, from the key at the far bottom right to the far top left.
+
+    Returns:
+        int64 `(N, N)`, query then key, from 0 to (2 height - 1)(2 width - 1) - 1: rows of a table of relative biases.
+
+    Source: arXiv:2103.14030, sec. 3.2.
+    """
+    height, width = window
+    position = torch.arange(height * width)
+    row, column = position // width, position % width
+    down = row[:, None] - row + height - 1
+    right = column[:, None] - column + width - 1
+    return down * (2 * width - 1) + right
