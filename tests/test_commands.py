@@ -188,6 +188,7 @@ def test_commands_open_no_connection(color_folder, tmp_path):
         ["train", "--data.root", color_folder, "--train.run_dir", run_dir, "--train.steps", 1, *small],
         ["evaluate", run_dir, "--data", color_folder],
         ["predict", run_dir, color_folder / "test", "--workers", 1],
+        ["compare", run_dir, run_dir, "--split", "test", "--workers", 0],
         ["models"],
         ["--version"],
     ]

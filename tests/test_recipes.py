@@ -12,6 +12,7 @@ from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import list_states, load_state
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import InputError, Interrupted
+from vitlab.inference.scoring import read_split, score
 from vitlab.models.catalog import create_model
 from vitlab.models.files import load_model
 from vitlab.training import run_training
@@ -136,6 +137,26 @@ def test_mixing_stops_for_the_last_epochs(tiny_run, monkeypatch):
     monkeypatch.setattr(Trainer, "prepare", noted)
     run_training(tiny_run(train__epochs=4, augment__mixup=0.5, augment__unmixed_epochs=3, train__accumulate=2))
     assert sorted(set(mixed)) == [(0, True), (1, False), (2, False), (3, False)]
+
+
+def test_model_files_hold_the_temperature_of_their_own_evaluation(tiny_run):
+    run = run_training(
+        tiny_run(
+            data__root="digits",
+            model__image_size=8,
+            optim__lr=0.01,
+            train__epochs=2,
+            train__ema_decay=0.5,
+            objective__label_smoothing=0.3,
+        )
+    )
+    for path in (run / "best.safetensors", run / "last.safetensors"):
+        model = load_model(path)
+        split = read_split(model, "digits", "val").split
+        scores = score(model, split, batch_size=8, workers=0, on_error="stop")
+        assert scores.loss == model.metrics["loss"]
+        assert model.temperature == scores.fit_temperature() != 1.0
+        assert scores.calibrated()["loss"] < scores.loss
 
 
 def test_find_lr_changes_nothing_in_the_run(tiny_run, tmp_path):

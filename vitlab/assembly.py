@@ -155,7 +155,9 @@ def build_trainer(
         "fingerprint": fingerprint(dataset),
     }
 
-    def save(path: Path, network: Network, *, metrics: dict[str, Any], weights: WeightsKind) -> None:
+    def save(
+        path: Path, network: Network, *, metrics: dict[str, Any], weights: WeightsKind, temperature: float
+    ) -> None:
         save_model(
             path,
             network,
@@ -163,6 +165,7 @@ def build_trainer(
             preprocess=data.preprocess,
             metrics=metrics,
             weights=weights,
+            temperature=temperature,
             data=origin,
         )
 

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from vitlab.config import RunConfig, shipped_config
 from vitlab.errors import InputError, unknown_name
-from vitlab.options import EvaluateOptions, ModelsOptions, PredictOptions
+from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions
 
 DIGITS_RECIPE = "digits/vit.yaml"
 
@@ -39,6 +39,11 @@ COMMANDS = {
         help="Classify image files and folders.",
         options=PredictOptions,
         positionals=(("checkpoint", None), ("paths", "+")),
+    ),
+    "compare": Command(
+        help="Compare two runs on the same images.",
+        options=CompareOptions,
+        positionals=(("run_a", None), ("run_b", None)),
     ),
     "models": Command(help="List the networks.", options=ModelsOptions),
 }

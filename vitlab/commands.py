@@ -1,7 +1,6 @@
 """What each command does: build the parts from its options, run them, say what came out."""
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vitlab.config import DataConfig, RunConfig, TrainConfig
+from vitlab.config import RunConfig
 from vitlab.disk import replacing
 from vitlab.errors import InputError
-from vitlab.options import EvaluateOptions, ModelsOptions, PredictOptions
+from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions
 from vitlab.text import printable, say
 
 if TYPE_CHECKING:
-    from vitlab.data.datasets import Split
     from vitlab.engine.evaluator import Scores
-    from vitlab.models.files import ModelFile
 
 SKIPPED_SOME = 3
 
@@ -29,89 +26,78 @@ def train(config: RunConfig) -> int:
     from vitlab.engine.run_folder import RunFolder
     from vitlab.training import run_training
 
-    rows = RunFolder(run_training(config, console=Console())).read_metrics()
+    run = run_training(config, console=Console())
+    runs = [run] if config.train.seeds is None else [run / f"seed-{seed}" for seed in config.train.seeds]
+    rows = [row for folder in runs for row in RunFolder(folder).read_metrics()]
     return SKIPPED_SOME if any("train/unreadable" in row or "val/unreadable" in row for row in rows) else 0
 
 
 def evaluate(options: EvaluateOptions) -> int:
     """`vitlab evaluate`: score a model file on a split with the file's own preprocessing."""
-    from vitlab.data.loader import Loader
-    from vitlab.data.preprocess import EvalTransform
     from vitlab.engine.device import resolve_device
-    from vitlab.engine.evaluator import evaluate as score
-    from vitlab.engine.objectives import Classification
+    from vitlab.inference.scoring import read_split, score
     from vitlab.models.files import load_model
 
     console = Console()
-    _check_outputs(options)
+    _check_outputs(json=options.json, confusion=options.confusion)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
-    split = _split_for(model, options, console)
-    transform = EvalTransform(model.preprocess)
-    loader = Loader(split, transform, batch_size=options.batch_size, workers=options.workers, on_error=options.on_error)
-    with closing(loader), _progress(console) as progress:
-        task = progress.add_task("evaluating", total=len(split))
+    scored = read_split(model, options.data, options.split)
+    for line in (*scored.log, *([f"note: {scored.note}"] if scored.note else [])):
+        say(console, line)
+    with _progress(console) as progress:
+        task = progress.add_task("evaluating", total=len(scored.split))
         scores = score(
-            Classification(model.network),
-            loader.epoch(0),
-            classes=model.classes,
-            preprocess=model.preprocess,
-            weights=model.weights,
+            model,
+            scored.split,
+            batch_size=options.batch_size,
+            workers=options.workers,
+            on_error=options.on_error,
             on_batch=lambda images: progress.advance(task, images),
         )
     result = {"checkpoint": options.checkpoint, "data": options.data, "split": options.split, **scores.to_dict()}
     _print_scores(console, result)
-    _write_scores(console, options, result, scores)
+    _write_json(console, options.json, result)
+    if options.confusion is not None:
+        _draw_confusion(console, Path(options.confusion), scores)
     return SKIPPED_SOME if scores.errors else 0
 
 
-def _check_outputs(options: EvaluateOptions) -> None:
+def _check_outputs(*, json: str | None, confusion: str | None = None) -> None:
     """Refuse what cannot be written before the work, not after it."""
-    for name, suffix in (("json", ".json"), ("confusion", ".png")):
-        path = getattr(options, name)
+    for name, path, suffix in (("json", json, ".json"), ("confusion", confusion, ".png")):
         if path is not None and (Path(path).suffix.lower() != suffix or Path(path).is_dir()):
             raise InputError(f"--{name} is {path}: give a file that ends in {suffix}")
 
 
-def _split_for(model: "ModelFile", options: EvaluateOptions, console: Console) -> "Split":
-    """Read the split, cut from training as the model's run cut it, and say where it is not the run's own."""
-    from vitlab.data.datasets import fingerprint, load_split
-
-    run = model.data
-    split, notes = load_split(
-        options.data,
-        options.split,
-        classes=model.classes,
-        val_fraction=run.get("val_fraction", DataConfig.val_fraction),
-        seed=run.get("seed", TrainConfig.seed),
-    )
-    for note in notes:
-        say(console, note)
-    own = run.get("fingerprint", {"sha256": {}, "counts": {}})
-    is_own = own["sha256"].get(split.name) == fingerprint(split)["sha256"][split.name]
-    if split.name == "train" and is_own:
-        say(console, "note: the model was trained on these images")
-    elif split.name in own["sha256"] and not is_own:
-        say(console, f"note: these are not the {split.name} images of the model's own run, and it may have seen some")
-    elif split.name == "all" and len(split) == own["counts"].get("train", 0) + own["counts"].get("val", 0):
-        say(
-            console,
-            "note: as many images as the model's run had; if they are the same, it was trained on most of them",
-        )
-    return split
+def _write_json(console: Console, path: str | None, result: dict[str, Any]) -> None:
+    if path is None:
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(Path(path)) as aside:
+        aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    say(console, f"scores: {path}")
 
 
-def _write_scores(console: Console, options: EvaluateOptions, result: dict[str, Any], scores: "Scores") -> None:
-    if options.json is not None:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(Path(options.json)) as aside:
-            aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        say(console, f"scores: {options.json}")
-    if options.confusion is not None:
-        from vitlab.engine.figures import plot_confusion
+def _draw_confusion(console: Console, path: Path, scores: "Scores") -> None:
+    from vitlab.engine.figures import plot_confusion
 
-        Path(options.confusion).parent.mkdir(parents=True, exist_ok=True)
-        plot_confusion(scores.confusion.numpy(), scores.classes, Path(options.confusion))
-        say(console, f"confusion matrix: {options.confusion}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot_confusion(scores.confusion.numpy(), scores.classes, path)
+    say(console, f"confusion matrix: {path}")
+
+
+def compare(options: CompareOptions) -> int:
+    """`vitlab compare`: two runs, or the same seeds of two recipes, on the same images."""
+    from vitlab.inference.compare import compare_runs
+
+    console = Console()
+    _check_outputs(json=options.json)
+    with _progress(console) as progress:
+        comparison = compare_runs(options, say=lambda line: say(console, line), progress=progress)
+    result = comparison.to_dict()
+    _print_comparison(console, result)
+    _write_json(console, options.json, result)
+    return SKIPPED_SOME if comparison.skipped else 0
 
 
 def predict(options: PredictOptions) -> int:
@@ -190,25 +176,71 @@ def version(_: None) -> int:
 
 
 def _print_scores(console: Console, result: dict[str, Any]) -> None:
-    """Print the headline in percent, and a row for each class."""
-    from vitlab.engine.evaluator import headline
+    """Print the headline in percent, what the probabilities are worth, and a row for each class."""
+    from vitlab.engine.evaluator import headline, percent
 
+    intervals = result["intervals"]
     say(
         console,
-        f"{result['split']} split of {result['data']}: {headline(result)}, error {result['error']:.2%}, "
+        f"{result['split']} split of {result['data']}: {headline(result, intervals)}, error {result['error']:.2%}, "
         f"{result['count']} images ({result['weights']} weights)",
     )
+    say(
+        console,
+        f"mean over the classes: recall {percent(result['macro_recall'], intervals['macro_recall'])}, "
+        f"F1 {percent(result['macro_f1'], intervals['macro_f1'])}",
+    )
+    say(console, f"calibration error (ECE) {percent(result['ece'], intervals['ece'])}, Brier {result['brier']:.4f}")
+    if result["temperature"] != 1.0:
+        loss, ece, brier = (result["calibrated"][name] for name in ("loss", "ece", "brier"))
+        say(
+            console,
+            f"as predict has it, at the file's temperature {result['temperature']:.3f}: loss {loss:.4f}, "
+            f"ECE {ece:.2%}, Brier {brier:.4f}",
+        )
     table = Table("class", "images", "precision", "recall", "F1")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in result["per_class"]:
-        ratios = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("precision", "recall", "f1"))
-        table.add_row(Text(printable(row["class"])), str(row["count"]), *ratios)
+        precision, recall, f1 = (
+            "-" if row[key] is None else percent(row[key], row.get(f"{key}_interval"), digits=1)
+            for key in ("precision", "recall", "f1")
+        )
+        table.add_row(Text(printable(row["class"])), str(row["count"]), precision, recall, f1)
     console.print(table)
+    say(console, "in brackets: 95% intervals over the choice of images")
     for error in result["unreadable"]:
         say(console, f"skipped {error['path']}: {error['reason']}")
     if result["unreadable"]:
         say(console, f"{len(result['unreadable'])} images could not be read and are in no count")
+
+
+def _print_comparison(console: Console, result: dict[str, Any]) -> None:
+    """Print what differs in the configurations, each score, and who was right where the other was not."""
+    from vitlab.engine.evaluator import headline
+    from vitlab.inference.compare import config_table, pairs_table, points
+
+    if result["config"] is None:
+        say(console, "configurations: not compared, a run has no config.yaml")
+    elif not result["config"]:
+        say(console, "configurations: alike")
+    else:
+        console.print(config_table(result["config"]))
+    for line in result["left_out"]:
+        say(console, f"left out: {line}")
+    say(console, f"{result['split']} split of {result['data']}: {result['count']} images that all runs could read")
+    for pair in result["pairs"]:
+        for side in ("a", "b"):
+            one = pair[side]
+            scores = headline(one, one["intervals"])
+            say(console, f"{side.upper()} {one['path']}: {scores}, {one['count']} images ({one['weights']} weights)")
+    console.print(pairs_table(result))
+    seeds = len(result["pairs"])
+    of, covers = ("", "the choice of images; another seed may differ by more")
+    if seeds > 1:
+        of, covers = f", mean of {seeds} seeds", "the choice of images and of seeds"
+    difference = points(result["difference"], result["interval"])
+    say(console, f"top-1 of A minus B: {difference} points{of}; the 95% interval covers {covers}")
 
 
 def _progress(console: Console) -> Progress:

@@ -60,6 +60,34 @@ class PredictOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Compare two runs, or two folders of runs of several seeds, on the same images."""
+
+    run_a: str
+    """Run folder, folder of runs as train.seeds makes it, or model file."""
+    run_b: str
+    """What it is compared with; runs of several seeds are paired by seed."""
+    data: str | None = None
+    """The images; default: the data that both runs were trained on."""
+    split: Literal["train", "val", "test", "all"] | None = None
+    """Which images; default: `test`, or `val` where there is no test split."""
+    json: str | None = None
+    """Write all numbers to this file, as fractions."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """At an unreadable image: `stop`, or `skip` it in both runs and end with exit code 3."""
+    batch_size: int = 64
+    """Images at a time; the scores do not depend on it."""
+    workers: int | None = None
+    """Loader processes; default: one less than the cores, at most 8."""
+    device: str = "auto"
+    """`auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_positive("batch_size", self.batch_size)
+        _check_workers(self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
     """List the networks that can be trained."""
 

@@ -15,7 +15,7 @@ from vitlab.engine.evaluator import evaluate
 from vitlab.engine.objectives import Classification
 from vitlab.errors import InputError
 from vitlab.inference.predictor import Predictor
-from vitlab.models.files import load_model
+from vitlab.models.files import load_model, save_model
 
 
 def record_inputs(network):
@@ -37,6 +37,17 @@ def test_predictor_gives_the_softmax_of_the_networks_logits(model_file):
     assert probabilities.dtype == np.float32
     np.testing.assert_allclose(probabilities, expected[None], atol=1e-6)
     assert probabilities.max() > 0.3  # not a uniform row, which would pass anything
+
+
+def test_predictor_divides_the_logits_by_the_files_temperature(model_file, odd_images, tmp_path):
+    model, paths = load_model(model_file), sorted(odd_images.rglob("*.png"))
+    described = {"classes": model.classes, "preprocess": model.preprocess, "metrics": {}, "data": {}}
+    save_model(tmp_path / "warm.safetensors", model.network, **described, temperature=2.5)
+    plain, warm = (Predictor(path, device="cpu").predict(paths) for path in (model_file, tmp_path / "warm.safetensors"))
+    powers = plain.astype(np.float64) ** (1 / 2.5)  # softmax(z / T) is softmax(z) to the power of 1 / T, scaled to 1
+    np.testing.assert_allclose(warm, powers / powers.sum(axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_array_equal(warm.argmax(axis=1), plain.argmax(axis=1))
+    assert (warm.max(axis=1) < plain.max(axis=1)).all()
 
 
 def test_predictor_numbers_do_not_depend_on_the_batch_size(model_file, odd_images):

@@ -49,6 +49,20 @@ def write_parts(path, header, body):
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + body)
 
 
+def change_record(path, change):
+    """Change a file's record by a function, and write the hash of the file that results."""
+    header, body = read_parts(path)
+    record = json.loads(header["__metadata__"]["vitlab"])
+    change(record)
+    record["sha256"] = "0" * 64
+    header["__metadata__"]["vitlab"] = json.dumps(record)
+    write_parts(path, header, body)
+    content = path.read_bytes()
+    digits = hashlib.sha256(content).hexdigest().encode()
+    start = content.rindex(b"0" * 64, 0, len(content) - len(body))
+    path.write_bytes(content[:start] + digits + content[start + 64 :])
+
+
 def test_load_model_gives_back_all_that_was_saved(save, tiny_vit, randomise):
     network = randomise(tiny_vit(norm="post", pool="mean", patch_size=(4, 2)))
     file = load_model(save(network=network))
@@ -63,6 +77,8 @@ def test_load_model_gives_back_all_that_was_saved(save, tiny_vit, randomise):
     assert file.weights == "ema"
     assert file.data == {"files": 3, "sha256": "ab" * 32}
     assert file.version == vitlab.__version__
+    assert file.temperature == 1.0
+    assert load_model(save(network=network, temperature=0.37)).temperature == 0.37
 
 
 def test_load_model_gives_back_a_network_of_fixed_positions(save, tiny_vit, randomise):
@@ -88,7 +104,7 @@ def test_save_model_writes_one_documented_record_with_the_hash_of_the_file(save)
     assert list(header["__metadata__"]) == ["vitlab"]
     record = json.loads(header["__metadata__"]["vitlab"])
     assert set(record) == {
-        "format", "model", "classes", "preprocess", "metrics", "weights", "data", "version", "sha256",
+        "format", "model", "classes", "preprocess", "metrics", "weights", "data", "temperature", "version", "sha256",
     }  # fmt: skip
     assert record["model"]["name"] == "vit_tiny"
     assert record["model"]["config"]["patch_size"] == [4, 2]
@@ -234,17 +250,25 @@ def test_load_model_refuses_a_huge_header_unread(tmp_path):
 
 def test_load_model_compares_shapes_before_it_builds(save, monkeypatch):
     path = save()
-    header, body = read_parts(path)
-    record = json.loads(header["__metadata__"]["vitlab"])
-    record["model"]["config"] |= {"embed_dim": 3 * 2**16, "depth": 2}  # 2 TB of weights, were they built
-    record["sha256"] = "0" * 64
-    header["__metadata__"]["vitlab"] = json.dumps(record)
-    write_parts(path, header, body)
-    digits = hashlib.sha256(path.read_bytes()).hexdigest().encode()
-    content = path.read_bytes()
-    start = content.rindex(b"0" * 64, 0, len(content) - len(body))
-    path.write_bytes(content[:start] + digits + content[start + 64 :])
+    sizes = {"embed_dim": 3 * 2**16, "depth": 2}  # 2 TB of weights, were they built
+    change_record(path, lambda record: record["model"]["config"].update(sizes))
     with pytest.raises(InputError, match="its weights do not fit its config"):
+        load_model(path)
+
+
+def test_load_model_takes_a_file_without_a_temperature_as_it_is(save):
+    """Files of earlier versions have none; and those versions refuse only what lacks one of their own fields."""
+    path = save(temperature=2.5)
+    change_record(path, lambda record: record.pop("temperature"))
+    assert load_model(path).temperature == 1.0
+    assert json.loads(read_parts(path)[0]["__metadata__"]["vitlab"])["format"] == 1
+
+
+@pytest.mark.parametrize("temperature", [0, -1.5, "1", None, True, float("inf"), float("nan")])
+def test_load_model_refuses_a_temperature_that_is_none(save, temperature):
+    path = save()
+    change_record(path, lambda record: record.update(temperature=temperature))
+    with pytest.raises(InputError, match=r"best\.safetensors is damaged, .*its temperature is "):
         load_model(path)
 
 

@@ -1,36 +1,55 @@
-"""The one evaluation: sums and counts over a loader, never means of batch means."""
+"""The one evaluation: sums, counts and images over a loader, never means of batch means."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitlab.config import WeightsKind
 from vitlab.data.images import ImageError
 from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess
+from vitlab.engine.calibration import (
+    ImageScores,
+    LogitSample,
+    calibration_bins,
+    calibration_gap,
+    fit_temperature,
+    join,
+    score_images,
+)
 from vitlab.engine.objectives import Objective, Step
+from vitlab.engine.statistics import Interval, bootstrap_intervals, wilson_interval
 from vitlab.models.network import device_of
 
 
 @dataclass
 class Scores:
-    """Sums over the images seen, and the ratios that follow from them.
+    """Sums and single images of an evaluation, and the ratios that follow from them.
 
-    The confusion matrix (K, K) int64 has a row for each true class and a column for each predicted one.
+    The confusion matrix (K, K) int64 has a row for each true class and a column for each predicted one. An objective
+    that does not classify has a loss and nothing else.
     """
 
     classes: tuple[str, ...]
     weights: WeightsKind = "raw"
     """Which weights were scored."""
+    temperature: float = 1.0
+    """What the logits are divided by for the calibrated scores, and for these alone."""
     count: int = 0
     loss_sum: float = 0.0
     top_k_correct: int = 0
     confusion: Tensor = field(init=False)
     errors: list[ImageError] = field(default_factory=list)
     """Images that could not be read; they are in no count."""
+    logits: LogitSample = field(default_factory=LogitSample)
+    """What a temperature is fitted to."""
+    _raw: list[ImageScores] = field(default_factory=list)
+    _calibrated: list[ImageScores] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         K = len(self.classes)
@@ -52,29 +71,58 @@ class Scores:
         self.loss_sum += step.loss.double().item() * B
         if step.outputs is None:
             return
-        logits, labels = step.outputs.cpu(), batch.labels.cpu()
+        logits, labels, indices, k = step.outputs.cpu(), batch.labels.cpu(), batch.indices.cpu(), self.k or 1
+        images = score_images(logits, labels, indices, k=k)
+        self._raw.append(images)
+        if self.temperature != 1.0:
+            self._calibrated.append(score_images(logits / self.temperature, labels, indices, k=k))
+        self.logits.add(logits, labels)
         K = len(self.classes)
-        # A non-finite row predicts nothing: argmax would call NaN the first class.
-        finite = logits.isfinite().all(dim=1)
-        predicted = logits.argmax(dim=1)
-        pairs = (labels * K + predicted)[finite]
+        finite = images.predicted >= 0
+        pairs = torch.from_numpy((images.label * K + images.predicted)[finite])
         self.confusion += torch.bincount(pairs, minlength=K * K).view(K, K)
-        if self.k is not None:
-            hit = (logits.topk(self.k, dim=1).indices == labels[:, None]).any(dim=1)
-            self.top_k_correct += int((hit & finite).sum())
+        self.top_k_correct += 0 if self.k is None else int(images.in_top_k.sum())
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the objective gave class logits."""
+        return bool(self._raw)
+
+    @property
+    def images(self) -> ImageScores:
+        """What is known of each image, in the loader's order."""
+        self._raw = [join(self._raw)]
+        return self._raw[0]
+
+    @property
+    def calibrated_images(self) -> ImageScores:
+        """The same with the logits divided by `temperature`."""
+        if self.temperature == 1.0:
+            return self.images
+        self._calibrated = [join(self._calibrated)]
+        return self._calibrated[0]
 
     @property
     def loss(self) -> float:
-        """Mean loss over the images, in nats."""
+        """Mean loss over the images, in nats; of a classifier the negative log-likelihood of the true class."""
         return self.loss_sum / self.count
+
+    @property
+    def num_correct(self) -> int:
+        """Images whose likeliest class is the true one."""
+        return int(self.confusion.diagonal().sum())
 
     @property
     def top1(self) -> float:
         """Share of images whose likeliest class is the true one."""
-        return int(self.confusion.diagonal().sum()) / self.count
+        return self.num_correct / self.count
+
+    def fit_temperature(self) -> float:
+        """Find the temperature that these images warrant (see `calibration.fit_temperature`); 1.0 without logits."""
+        return fit_temperature(*self.logits.tensors()) if self.classifies else 1.0
 
     def per_class(self) -> list[dict[str, Any]]:
-        """Give count, precision, recall and F1 of each class; None where a ratio has nothing below its line."""
+        """Give count, precision, recall with its interval and F1 of each class; None where a ratio has no images."""
         correct = self.confusion.diagonal().tolist()
         true, predicted = self.confusion.sum(dim=1).tolist(), self.confusion.sum(dim=0).tolist()
         return [
@@ -83,38 +131,106 @@ class Scores:
                 "count": true[i],
                 "precision": correct[i] / predicted[i] if predicted[i] else None,
                 "recall": correct[i] / true[i] if true[i] else None,
+                "recall_interval": list(wilson_interval(correct[i], true[i])) if true[i] else None,
                 "f1": 2 * correct[i] / (true[i] + predicted[i]) if true[i] + predicted[i] else None,
             }
             for i, name in enumerate(self.classes)
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Give the headline numbers: top1, error, top5 (or top-k of fewer classes), loss, count, weights."""
+        """Give the headline numbers: top1, error, top5 (or top-k of fewer classes), loss, ece, brier, count, weights.
+
+        Cheap enough for every evaluation of a run. An objective that does not classify has loss, count and weights.
+        """
+        what = {"count": self.count, "weights": self.weights}
+        if not self.classifies:
+            return {"loss": self.loss, **what}
         top_k = {} if self.k is None else {f"top{self.k}": self.top_k_correct / self.count}
-        return {
-            "top1": self.top1,
-            "error": 1.0 - self.top1,
-            **top_k,
-            "loss": self.loss,
-            "count": self.count,
-            "weights": self.weights,
-        }
+        calibration = {"ece": self.images.ece, "brier": float(self.images.brier.mean())}
+        return {"top1": self.top1, "error": 1.0 - self.top1, **top_k, "loss": self.loss, **calibration, **what}
+
+    def intervals(self) -> dict[str, Interval]:
+        """Give 95 % intervals over the choice of the images, which say nothing of another training seed.
+
+        Wilson's for shares of images; for loss, ece, brier, macro_recall and macro_f1 the bootstrap's, 1,000 draws.
+        """
+        images = self.images
+        bins, gaps = calibration_bins(images.confidence), images.correct - images.confidence
+
+        def draw(rows: NDArray[np.int64]) -> Sequence[float]:
+            return (
+                float(images.nll[rows].mean()),
+                calibration_gap(bins[rows], gaps[rows]),
+                float(images.brier[rows].mean()),
+                *macro_scores(images.label[rows], images.predicted[rows], len(self.classes)),
+            )
+
+        low, high = wilson_interval(self.num_correct, self.count)
+        top_k = {} if self.k is None else {f"top{self.k}": wilson_interval(self.top_k_correct, self.count)}
+        names = ("loss", "ece", "brier", "macro_recall", "macro_f1")
+        drawn = zip(names, bootstrap_intervals(draw, self.count), strict=True)
+        return {"top1": (low, high), "error": (1 - high, 1 - low), **top_k, **dict(drawn)}
+
+    def calibrated(self) -> dict[str, float]:
+        """Give loss, ece and brier of softmax(logits / temperature): what the probabilities of `predict` are worth."""
+        images = self.calibrated_images
+        return {"loss": float(images.nll.mean()), "ece": images.ece, "brier": float(images.brier.mean())}
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain JSON values; fractions, not percent."""
-        return {
+        result = {
             **self.summary(),
             "unreadable": [{"path": error.path, "reason": error.reason} for error in self.errors],
-            "per_class": self.per_class(),
-            "confusion": self.confusion.tolist(),
             "classes": list(self.classes),
         }
+        if self.classifies:
+            recall, f1 = macro_scores(self.images.label, self.images.predicted, len(self.classes))
+            result |= {
+                "macro_recall": recall,
+                "macro_f1": f1,
+                "intervals": {name: list(interval) for name, interval in self.intervals().items()},
+                "temperature": self.temperature,
+                "calibrated": self.calibrated(),
+                "per_class": self.per_class(),
+                "confusion": self.confusion.tolist(),
+            }
+        return result
 
 
-def headline(summary: dict[str, Any]) -> str:
-    """Write a summary's scores for people: `top-1 61.02% top-5 98.87% loss 1.1164`."""
-    tops = "".join(f"top-{key[3:]} {summary[key]:.2%} " for key in summary if key.startswith("top"))
-    return f"{tops}loss {summary['loss']:.4f}"
+def macro_scores(labels: NDArray[np.int64], predicted: NDArray[np.int64], num_classes: int) -> tuple[float, float]:
+    """Give mean recall and mean F1 over the classes, which weigh alike however many images each has.
+
+    Args:
+        labels: true classes (N,).
+        predicted: predicted classes (N,), -1 for none.
+        num_classes: K.
+
+    Returns:
+        The mean recall of the classes that have images, and the mean F1 of those that are true or predicted anywhere.
+    """
+    true = np.bincount(labels, minlength=num_classes)
+    guessed = np.bincount(predicted[predicted >= 0], minlength=num_classes)
+    hits = np.bincount(labels[labels == predicted], minlength=num_classes)
+    there, seen = true > 0, true + guessed > 0
+    return float((hits[there] / true[there]).mean()), float((2 * hits[seen] / (true + guessed)[seen]).mean())
+
+
+def headline(summary: Mapping[str, Any], intervals: Mapping[str, Sequence[float]] | None = None) -> str:
+    """Write a summary's scores for people: `top-1 61.02% top-5 98.87% loss 1.1164`.
+
+    With intervals each score has its own behind it: `top-1 97.50% (95.4-98.7) loss 0.0612 (0.0391-0.0854)`.
+    """
+    known = intervals or {}
+    names = [name for name in summary if name.startswith("top")]
+    tops = "".join(f"top-{name[3:]} {percent(summary[name], known.get(name))} " for name in names)
+    loss = f"{summary['loss']:.4f}"
+    return f"{tops}loss {loss}" + ("" if "loss" not in known else " ({:.4f}-{:.4f})".format(*known["loss"]))
+
+
+def percent(share: float, interval: Sequence[float] | None = None, *, digits: int = 2) -> str:
+    """Write a share in percent, with the ends of its interval where there is one: `97.50% (95.4-98.7)`."""
+    ends = "" if interval is None else f" ({100 * interval[0]:.1f}-{100 * interval[1]:.1f})"
+    return f"{share:.{digits}%}{ends}"
 
 
 @torch.inference_mode()
@@ -125,6 +241,7 @@ def evaluate(
     classes: tuple[str, ...],
     preprocess: Preprocess,
     weights: WeightsKind = "raw",
+    temperature: float = 1.0,
     on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
     """Score an objective's network in float32 over batches of uint8 images.
@@ -138,6 +255,7 @@ def evaluate(
         classes: names in the order of the labels.
         preprocess: the model's own.
         weights: which weights the network holds, for the record.
+        temperature: the model file's, for the calibrated scores beside the network's own.
         on_batch: told the number of images after each batch.
 
     Raises:
@@ -146,7 +264,7 @@ def evaluate(
     device = device_of(objective)
     was_training = objective.training
     objective.eval()
-    scores = Scores(classes=classes, weights=weights)
+    scores = Scores(classes=classes, weights=weights, temperature=temperature)
     try:
         for batch in batches:
             images = preprocess.normalize(batch.images.to(device, non_blocking=True))

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +26,9 @@ _KEEP_STATES = 2
 class SaveModel(Protocol):
     """Writes a model file; knows the run's classes, preprocessing and data."""
 
-    def __call__(self, path: Path, network: Network, *, metrics: dict[str, Any], weights: WeightsKind) -> None:
+    def __call__(
+        self, path: Path, network: Network, *, metrics: dict[str, Any], weights: WeightsKind, temperature: float
+    ) -> None:
         """Write a network's present weights to `path`."""
 
 
@@ -102,12 +105,19 @@ class Keeper:
             summary = scores.summary()
             metrics = {"step": progress.step, "epoch": progress.epoch + 1, "split": "val", **summary}
             rank = objective.rank(summary)
+            save = partial(
+                self.save_model,
+                network=objective.network,
+                metrics=metrics,
+                weights=scores.weights,
+                temperature=scores.fit_temperature(),
+            )
             if progress.best_rank is None or rank > progress.best_rank:
-                self.save_model(self.folder.best, objective.network, metrics=metrics, weights=scores.weights)
+                save(self.folder.best)
                 progress.best_rank, progress.best_step = rank, progress.step
                 progress.best_weights = scores.weights
             if scores.weights == "raw":
-                self.save_model(self.folder.last, objective.network, metrics=metrics, weights="raw")
+                save(self.folder.last)
         progress.stale = 0 if progress.best_step == progress.step else progress.stale + 1
 
     def resume(self, trainer: "Trainer", path: Path) -> None:

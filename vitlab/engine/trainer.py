@@ -7,6 +7,7 @@ each step, evaluation and epoch.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -186,7 +187,9 @@ class Trainer:
         return [scores for _, scores in scored]
 
     def _score(self, objective: Objective, weights: WeightsKind) -> Scores:
-        with self.monitor.evaluating(self.data.val.num_images) as on_batch:
+        # Compiled blocks would compile once more for evaluation, and its scores must be those of the plain network.
+        eager = torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
+        with eager, self.monitor.evaluating(self.data.val.num_images) as on_batch:
             scores = evaluate(
                 objective,
                 self.data.val.epoch(0),

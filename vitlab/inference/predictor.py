@@ -1,4 +1,8 @@
-"""From images to class probabilities, with nothing but a model file."""
+"""From images to class probabilities, with nothing but a model file.
+
+The probabilities are calibrated: the logits are divided by the file's temperature, which was fitted to the validation
+images, before the softmax. That changes no ranking. A file without a temperature gives the plain softmax.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +29,7 @@ _MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"))
 
 
 class Predictor:
-    """Classifies images with a model file: its network, its classes, its preprocessing.
+    """Classifies images with a model file: its network, its classes, its preprocessing, its temperature.
 
     Args:
         checkpoint: model file, or a run folder for its `best.safetensors`.
@@ -42,10 +46,10 @@ class Predictor:
         self.device, self.batch_size = resolve_device(device), batch_size
         file = load_model(Path(checkpoint), device=self.device)
         self.network = file.network.float().eval()
-        self.classes, self.preprocess = file.classes, file.preprocess
+        self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature
 
     def predict(self, images: Sequence[ImageLike]) -> NDArray[np.float32]:
-        """Give each image's class probabilities.
+        """Give each image's class probabilities, calibrated by the file's temperature.
 
         Args:
             images: N paths, RGB arrays uint8 (H, W, 3) or Pillow pictures, mixed as you like.
@@ -90,7 +94,7 @@ class Predictor:
         # A caller's autocast would cost the last digits.
         with torch.autocast(self.device.type, enabled=False):
             logits: torch.Tensor = self.network(inputs)
-        return logits.softmax(dim=1).cpu().numpy()
+        return (logits / self.temperature).softmax(dim=1).cpu().numpy()
 
     def _prepare(self, image: ImageLike, index: int) -> NDArray[np.uint8]:
         if isinstance(image, str | os.PathLike):

@@ -1,12 +1,14 @@
 """The model file: weights and all that is needed to use them, in one safetensors file that never runs code.
 
 The record lies in the file's metadata under the key `vitlab`, a JSON object with `format`, `model` (name, config),
-`classes`, `preprocess`, `metrics`, `weights`, `data`, `version` and `sha256`: the hash of the whole file with its own
-digits as zeros, because a flipped bit in a safetensors file would otherwise load without a word.
+`classes`, `preprocess`, `metrics`, `weights`, `data`, `temperature`, `version` and `sha256`: the hash of the whole file
+with its own digits as zeros, because a flipped bit in a safetensors file would otherwise load without a word. Files of
+earlier versions lack `temperature`, which is then 1; those versions read newer files and pass over it.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vitlab import __version__
+from vitlab.checks import is_number
 from vitlab.data.preprocess import Preprocess
 from vitlab.disk import replacing
 from vitlab.errors import InputError, RunError
@@ -48,6 +51,8 @@ class ModelFile:
     """Fingerprint of the training data."""
     version: str
     """Version of vitlab that wrote the file."""
+    temperature: float = 1.0
+    """What the logits are divided by before the softmax, so that probabilities are as sure as validation warrants."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def save_model(
     metrics: Mapping[str, Any],
     weights: Literal["raw", "ema"] = "raw",
     data: Mapping[str, Any],
+    temperature: float = 1.0,
 ) -> None:
     """Write a model file; at every moment `path` is the old file or the new one, whole.
 
@@ -112,12 +118,14 @@ def save_model(
         metrics: scores of these weights, plain JSON values.
         weights: whether the network holds the trained weights or their moving average.
         data: fingerprint of the training data, plain JSON values.
+        temperature: what the logits are divided by before the softmax, above 0; it is not in the weights.
 
     Raises:
         RunError: the file cannot be written, or a weight is not finite; what was at `path` is still there.
     """
     path = Path(path)
     assert len(classes) == network.num_classes, f"{len(classes)} class names for {network.num_classes} logits"
+    assert 0 < temperature < math.inf, f"temperature {temperature}"
     tensors = _plain_tensors(network, path)
     record = {
         "format": FORMAT,
@@ -127,6 +135,7 @@ def save_model(
         "metrics": dict(metrics),
         "weights": weights,
         "data": dict(data),
+        "temperature": temperature,
         "version": __version__,
         "sha256": _NO_DIGITS,  # last, so that these digits are the header's last row of zeros
     }
@@ -155,6 +164,9 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> Model
             f"{file.path} is not a model file of vitlab: it holds weights alone; train from them with model.weights"
         )
     record = file.record
+    temperature = record.get("temperature", 1.0)
+    if not is_number(temperature) or temperature <= 0:
+        raise _damaged(file.path, f"its temperature is {temperature!r}")
     try:
         model = ModelFile(
             network=_build(file, record["model"]).to(device).eval(),
@@ -164,6 +176,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> Model
             weights=record["weights"],
             data=dict(record["data"]),
             version=record["version"],
+            temperature=float(temperature),
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise _damaged(file.path, f"its record is not as it should be ({error})") from error

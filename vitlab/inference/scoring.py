@@ -1,0 +1,82 @@
+"""A model file on a split of a data set: what `evaluate` and `compare` score, and whether the model has seen it."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Literal
+
+from vitlab.config import DataConfig
+from vitlab.data.datasets import Split, SplitName, fingerprint, load_split
+from vitlab.data.loader import Loader
+from vitlab.data.preprocess import EvalTransform
+from vitlab.engine.evaluator import Scores, evaluate
+from vitlab.engine.objectives import Classification
+from vitlab.models.files import ModelFile
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Images to score a model on, and what is known of their past."""
+
+    split: Split
+    """Labels in the model's class order."""
+    log: tuple[str, ...]
+    """How the split was read."""
+    is_own: bool
+    """Whether the model's run knew these very images as this split."""
+    note: str | None
+    """A warning where the model was, or may have been, trained on them."""
+
+
+def read_split(model: ModelFile, data: str, name: SplitName) -> Scored:
+    """Read a split, cut from training as the model's run cut it, and look for it in what the run recorded.
+
+    Raises:
+        InputError: there is no such split, or it holds a class that the model does not know.
+    """
+    run = model.data
+    split, log = load_split(
+        data,
+        name,
+        classes=model.classes,
+        val_fraction=run.get("val_fraction", DataConfig.val_fraction),
+        seed=run.get("seed", DataConfig.val_seed),
+    )
+    own = run.get("fingerprint", {"sha256": {}, "counts": {}})
+    is_own = own["sha256"].get(name) == fingerprint(split)["sha256"][name]
+    note = None
+    if name == "train" and is_own:
+        note = "the model was trained on these images"
+    elif name in own["sha256"] and not is_own:
+        note = f"these are not the {name} images of the model's own run, and it may have seen some"
+    elif name == "all" and len(split) == own["counts"].get("train", 0) + own["counts"].get("val", 0):
+        note = "as many images as the model's run had; if they are the same, it was trained on most of them"
+    return Scored(split, log, is_own, note)
+
+
+def score(
+    model: ModelFile,
+    split: Split,
+    *,
+    batch_size: int,
+    workers: int | None,
+    on_error: Literal["stop", "skip"],
+    on_batch: Callable[[int], None] | None = None,
+) -> Scores:
+    """Score a model file on a split with the file's own preprocessing, as its logits stand and at its temperature.
+
+    Raises:
+        InputError: an image cannot be read and `on_error` is `stop`, or none can.
+        RunError: a loader process died.
+    """
+    loader = Loader(split, EvalTransform(model.preprocess), batch_size=batch_size, workers=workers, on_error=on_error)
+    with closing(loader):
+        return evaluate(
+            Classification(model.network),
+            loader.epoch(0),
+            classes=model.classes,
+            preprocess=model.preprocess,
+            weights=model.weights,
+            temperature=model.temperature,
+            on_batch=on_batch,
+        )
