@@ -38,7 +38,7 @@ def main() -> int:
     except (InputError, RunError, Interrupted) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    dataset = load_dataset(config.data.root, val_fraction=config.data.val_fraction, seed=config.train.seed)
+    dataset = load_dataset(config.data.root, val_fraction=config.data.val_fraction, seed=config.data.val_seed)
     val, predictor = dataset.splits["val"], vitlab.Predictor(run)
     probabilities = predictor.predict([val.read(0)])[0]
     print(f"{val.paths[0]}: {predictor.classes[probabilities.argmax()]} ({probabilities.max():.1%})")

@@ -15,6 +15,16 @@ PARAMETERS = {
     "vit_base": 86_567_656,
     "vit_large": 304_326_632,
     "vit_huge": 632_045_800,
+    "swin_tiny": 28_288_354,
+    "swin_small": 49_606_258,
+    "swin_base": 87_768_224,
+    "swin_large": 196_532_476,
+    "davit_tiny": 28_360_168,
+    "davit_small": 49_745_896,
+    "davit_base": 87_954_408,
+    "davit_large": 196_811_752,
+    "davit_huge": 348_922_856,
+    "davit_giant": 1_406_470_120,
 }
 VARIANTS = [
     ("vit_small", {"patch_size": 32}, 22_878_952),
@@ -23,6 +33,7 @@ VARIANTS = [
     ("vit_large", {"patch_size": 32}, 306_535_400),
     ("vit_large", {"patch_size": 14}, 304_203_752),
     ("vit_large", {"image_size": 384}, 304_715_752),
+    ("swin_base", {"image_size": 384, "window_size": 12}, 87_903_584),
 ]
 
 
@@ -50,7 +61,8 @@ def test_create_model_names_the_network_and_its_native_size(name):
     with torch.device("meta"):
         network = create_model(name, num_classes=3)
     assert network.name == name
-    assert network.image_size == (224, 224)
+    side = 384 if name == "davit_large" else 224
+    assert network.image_size == (side, side)
     assert network.num_classes == 3
 
 
@@ -72,7 +84,7 @@ def test_create_model_takes_a_side_and_a_list():
     assert create_model("vit_tiny", image_size=[8, 12], **fields).image_size == (8, 12)
 
 
-@pytest.mark.parametrize("name", ["vit_tiney", "timm/vit_tiny_patch16_224"])
+@pytest.mark.parametrize("name", ["vit_tiney", "swin-tiny"])
 def test_create_model_lists_the_names_and_the_nearest(name):
     with pytest.raises(InputError) as error:
         create_model(name)

@@ -2,6 +2,9 @@
 
 Legend: a grid is `(B, H, W, D)`; a window is (height, width) in tokens; `N` tokens of one window, row by row;
 `V` windows of one grid, row by row.
+
+Masks and indices come on the CPU, whatever torch's default device: for a network without memory (`meta`) torch would
+import its compiler to compute them.
 """
 
 import torch
@@ -65,16 +68,12 @@ def shift_mask(grid_size: tuple[int, int], window: tuple[int, int], shift: tuple
     """
     if not any(shift):
         return None
-    rows, columns = map(_strips, grid_size, window, shift)
-    regions = partition((3 * rows[:, None] + columns)[None, :, :, None], window)  # (V, N, 1)
+    # What the roll carried to the end of each axis, and the rest. (The original numbers 3 x 3 regions; the other two
+    # borders are those of the last windows, which nothing crosses.)
+    rows, columns = (torch.arange(side, device="cpu") >= side - by for side, by in zip(grid_size, shift, strict=True))
+    regions = partition((2 * rows[:, None] + columns.long())[None, :, :, None], window)  # (V, N, 1)
     apart = regions != regions.transpose(1, 2)
-    return torch.zeros(apart.shape, device=apart.device).masked_fill(apart, _APART)
-
-
-def _strips(length: int, window: int, shift: int) -> Tensor:
-    """Number the parts of one axis: all windows but the last, the last one's own part, what the roll carried there."""
-    position = torch.arange(length)
-    return (position >= length - window).long() + (position >= length - shift).long()
+    return torch.zeros(apart.shape, device="cpu").masked_fill(apart, _APART)
 
 
 def relative_index(window: tuple[int, int]) -> Tensor:
@@ -86,7 +85,7 @@ def relative_index(window: tuple[int, int]) -> Tensor:
     Source: arXiv:2103.14030, sec. 3.2.
     """
     height, width = window
-    position = torch.arange(height * width)
+    position = torch.arange(height * width, device="cpu")
     row, column = position // width, position % width
     down = row[:, None] - row + height - 1
     right = column[:, None] - column + width - 1

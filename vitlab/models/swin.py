@@ -223,9 +223,16 @@ class SwinTransformer(Network):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw fresh weights.
+        """Draw fresh weights, by the same rule as our ViT's.
 
-        To be written.
+        Linear layers xavier uniform (queries, keys and values each for themselves), the patch map lecun normal, the
+        head and all biases 0, norms the identity; tables of relative biases normal with standard deviation .02.
+
+        The original code and timm draw every linear layer, the head too, with .02, and leave the patch map to torch
+        (its scale does not matter, a norm follows). Xavier gives .10 to .023 in Swin-T and more in narrow layers, where
+        .02 shrinks the signal. (Digits, width 32, two stages, held-out images, mean of three seeds: 58 % against 37 %
+        after 10 epochs, 85 % against 82 % after 20 at three times the rate.) A head of 0 starts at a loss of
+        ln(classes). The original's tables, cut at plus and minus 2, are the same normal: nothing lies out there.
         """
         init.lecun_conv(self.patch_embed.proj)
         for module in self.modules():
