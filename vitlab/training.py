@@ -244,7 +244,9 @@ def _find_lr(config: RunConfig, trainer: Trainer, console: Console) -> None:
     folder = trainer.keeper.folder
     found = curve.suggestion
     with replacing(folder.lr_json) as aside:
-        aside.write_text(json.dumps({**dataclasses.asdict(curve), "suggestion": found}, indent=1) + "\n")
+        aside.write_text(
+            json.dumps({**dataclasses.asdict(curve), "smoothed": curve.smoothed, "suggestion": found}, indent=1) + "\n"
+        )
     figures.plot_lr_curve(curve.rates, curve.losses, curve.smoothed, found, folder.lr_plot)
     hint = "the loss did not fall at any rate" if found is None else f"the loss falls steepest at {found:.1e}"
     say(console, f"learning rates: {hint}; this run keeps optim.lr {config.optim.lr:g}; curve: {folder.lr_plot}")

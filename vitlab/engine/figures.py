@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 
 from vitlab.disk import replacing
@@ -108,10 +108,11 @@ def plot_lr_curve(
     if suggestion is not None:
         axes.axvline(suggestion, color=VERMILION, linestyle="--", label=f"steepest fall: {suggestion:.1e}")
     if smoothed:
-        axes.set_ylim(0.95 * min(smoothed), 1.05 * max(smoothed))
+        axes.set_ylim(0.95 * min(losses), 1.05 * max(smoothed))
     axes.set_xlabel("learning rate")
-    axes.legend()
+    axes.legend(frameon=False)
     _finish_panel(axes, title="Learning-rate range test", unit="training loss, nats per image")
+    axes.xaxis.set_major_locator(LogLocator())
     save_image(out_png, _pixels(figure))
 
 

@@ -1,6 +1,7 @@
 """The learning-rate range test: raise the rate from step to step until the loss runs away.
 
-Source: arXiv:1506.01186, sec. 3.3; rates in geometric steps and the smoothed loss as in fastai.
+Source: arXiv:1506.01186, sec. 3.3; rates in geometric steps as in fastai. Differs: the loss is averaged over the steps
+on both sides, since an average over those before lags half a decade behind.
 """
 
 import math
@@ -15,10 +16,10 @@ from vitlab.engine.trainer import Trainer
 from vitlab.errors import RunError
 
 LOWEST, HIGHEST, STEPS = 1e-6, 1.0, 100
-_SMOOTHING = 0.9
+_NEIGHBOURS = 4
+"""Steps before, and as many after, that the smoothed loss of a step averages."""
 _RUN_AWAY = 3.0
-"""The sweep ends where the smoothed loss is this many times its lowest."""
-_FEWEST = 10
+"""The sweep ends where the mean of the last losses is this many times the lowest such mean."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,19 @@ class LrCurve:
     rates: list[float]
     losses: list[float]
     """Training loss of the step at each rate."""
-    smoothed: list[float]
-    """Running average of the losses, corrected for its start."""
+
+    @property
+    def smoothed(self) -> list[float]:
+        """Mean of the losses around each step; fewer at the ends."""
+        window = range(-_NEIGHBOURS, _NEIGHBOURS + 1)
+        count = len(self.losses)
+        around = ([self.losses[i + k] for k in window if 0 <= i + k < count] for i in range(count))
+        return [sum(values) / len(values) for values in around]
 
     @property
     def suggestion(self) -> float | None:
         """The rate at which the smoothed loss falls steepest over the rate's logarithm; None where it never falls."""
-        lowest = int(np.argmin(self.smoothed))
+        lowest = int(np.argmin(self.smoothed)) if self.losses else 0
         if lowest < 2:
             return None
         slopes = np.gradient(np.array(self.smoothed[: lowest + 1]), np.log(self.rates[: lowest + 1]))
@@ -54,8 +61,7 @@ def sweep_lr(trial: Trainer) -> LrCurve:
     trial.objective.train()
     rates: list[float] = []
     losses: list[float] = []
-    smoothed: list[float] = []
-    average = 0.0
+    lowest = math.inf
     for group in islice(_groups(trial), STEPS):
         try:
             report = trial.train_step(group)
@@ -63,13 +69,14 @@ def sweep_lr(trial: Trainer) -> LrCurve:
             break
         if not report.images:
             continue
-        average = _SMOOTHING * average + (1 - _SMOOTHING) * report.loss
         rates.append(report.lr)
         losses.append(report.loss)
-        smoothed.append(average / (1 - _SMOOTHING ** len(losses)))
-        if len(losses) > _FEWEST and smoothed[-1] > _RUN_AWAY * min(smoothed):
+        latest = losses[-2 * _NEIGHBOURS - 1 :]
+        mean = sum(latest) / len(latest)
+        lowest = min(lowest, mean)
+        if mean > _RUN_AWAY * lowest:
             break
-    return LrCurve(rates, losses, smoothed)
+    return LrCurve(rates, losses)
 
 
 def _groups(trial: Trainer) -> Iterator[list[Batch]]:
