@@ -98,9 +98,9 @@ def test_channel_attention_commutes_with_a_shuffle_of_positions(tiny_davit, rand
 def test_channel_attention_mixes_the_channels_of_a_group_alone():
     tensors = [random_tensor(1, 2, 6, 3, seed=seed) for seed in range(3)]
     before = channel_attention(*tensors)
-    for tensor in tensors:
-        changed = [each.clone() for each in tensors]
-        changed[[each is tensor for each in tensors].index(True)][0, 1, 4, 2] += 1
+    for position in range(3):
+        changed = [tensor.clone() for tensor in tensors]
+        changed[position][0, 1, 4, 2] += 1
         reached = (channel_attention(*changed) - before).abs().amax(dim=2)[0] > 1e-9
         assert not reached[0].any()
         assert reached[1].any()

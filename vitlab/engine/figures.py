@@ -108,7 +108,7 @@ def plot_lr_curve(
     if suggestion is not None:
         axes.axvline(suggestion, color=VERMILION, linestyle="--", label=f"steepest fall: {suggestion:.1e}")
     if smoothed:
-        axes.set_ylim(0.95 * min(losses), 1.05 * max(smoothed))
+        axes.set_ylim(0.95 * min(losses), min(1.05 * max(smoothed), 1.6 * smoothed[0]))
     axes.set_xlabel("learning rate")
     axes.legend(frameon=False)
     _finish_panel(axes, title="Learning-rate range test", unit="training loss, nats per image")
