@@ -9,7 +9,7 @@ map; `N = H W` positions; `g` groups of `e` channels.
 
 import dataclasses
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vitlab.checks import require, require_fractions, require_multiple, require_positive
 from vitlab.layers import init
@@ -27,7 +26,7 @@ from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import check_images, to_pair
 from vitlab.layers.windows import pad_to_multiple, partition, reverse
 from vitlab.models.fields import conform_fields
-from vitlab.models.network import Network
+from vitlab.models.network import BlockNetwork
 
 # Of every LayerNorm.
 _NORM_EPS = 1e-5
@@ -243,7 +242,7 @@ class Head(nn.Module):
         return features if pre_logits else self.fc(features)
 
 
-class DaViT(Network):
+class DaViT(BlockNetwork):
     """Classify images. Each block has its own drop path rate, as in the released code; in timm, each pair of blocks."""
 
     name = "davit_tiny"
@@ -258,7 +257,6 @@ class DaViT(Network):
         rates = iter(torch.linspace(0, config.drop_path_rate, 2 * sum(config.depths), device="cpu").tolist())
         self.stages = nn.Sequential(*(_build_stage(config, stage, rates) for stage in range(len(config.depths))))
         self.head = Head(config.embed_dims[-1], config.num_classes)
-        self.checkpoint_blocks = False
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -293,7 +291,7 @@ class DaViT(Network):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Give the last block's map `(B, H, W, D)`, not normalised."""
-        (grid,) = deque(self._block_outputs(images), maxlen=1)  # only the last block's stays in memory
+        grid = self.last_output(images)
         return grid
 
     def forward_head(self, features: Tensor, *, pre_logits: bool = False) -> Tensor:
@@ -301,30 +299,16 @@ class DaViT(Network):
         outputs: Tensor = self.head(features, pre_logits=pre_logits)
         return outputs
 
-    def forward_intermediates(self, images: Tensor) -> list[Tensor]:
+    def block_outputs(self, images: Tensor) -> Iterator[Tensor]:
         """Give each block's map `(B, H, W, D)`, whose size and width are its stage's."""
-        return list(self._block_outputs(images))
-
-    def _block_outputs(self, images: Tensor) -> Iterator[Tensor]:
         check_images(images, image_size=self.image_size, in_channels=self.in_channels)
         grid: Tensor = self.stem(images)
         for step in self.stages.modules():  # in the order in which they were built
             if isinstance(step, Downsample):
                 grid = step(grid)
             elif isinstance(step, Block):
-                if self.checkpoint_blocks and torch.is_grad_enabled():
-                    grid = checkpoint(step, grid, use_reentrant=False)
-                else:
-                    grid = step(grid)
+                grid = self.run_block(step, grid)
                 yield grid
-
-    def reset_classifier(self, num_classes: int) -> None:
-        """Put a head of zeros for another number of classes."""
-        self.config = dataclasses.replace(self.config, num_classes=num_classes)
-        self.num_classes = num_classes
-        weight = self.head.fc.weight
-        self.head.fc = nn.Linear(self.config.embed_dims[-1], num_classes, device=weight.device, dtype=weight.dtype)
-        init.zero_linear(self.head.fc)
 
     def get_classifier(self) -> nn.Linear:
         """Give the head's linear layer."""
@@ -338,10 +322,6 @@ class DaViT(Network):
         """Give timm's patterns: stem, then pair by pair (or stage by stage), a downsampling with the pair after it."""
         pairs = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else pairs}
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass, or stop doing so."""
-        self.checkpoint_blocks = enable
 
     def repeated_blocks(self) -> list[nn.Module]:
         """Give the blocks, those of window attention and those of channel attention."""

@@ -3,10 +3,14 @@
 The names are timm's, which the whole field knows.
 """
 
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Network(nn.Module):
@@ -75,6 +79,52 @@ class Network(nn.Module):
     def repeated_blocks(self) -> list[nn.Module]:
         """Give what compiles and shards as a unit."""
         raise NotImplementedError
+
+
+class BlockNetwork(Network):
+    """Base of our own networks: blocks one after another, and a linear head that starts at zero."""
+
+    config: Any
+    """The architecture's config, a frozen dataclass."""
+    checkpoint_blocks = False
+
+    def block_outputs(self, images: Tensor) -> Iterator[Tensor]:
+        """Give each block's output in turn; each block is called through `run_block`."""
+        raise NotImplementedError
+
+    def run_block(self, block: nn.Module, features: Tensor) -> Tensor:
+        """Call a block, or have the backward pass call it once more."""
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(block, features, use_reentrant=False)
+            return recomputed
+        output: Tensor = block(features)
+        return output
+
+    def last_output(self, images: Tensor) -> Tensor:
+        """Give the last block's output; those before it do not stay in memory."""
+        (output,) = deque(self.block_outputs(images), maxlen=1)
+        return output
+
+    def forward_intermediates(self, images: Tensor) -> list[Tensor]:
+        """Give each block's output, first block first, in the shape it has inside the network, without a final norm."""
+        return list(self.block_outputs(images))
+
+    def get_classifier(self) -> nn.Linear:
+        """Give the linear layer of the head."""
+        raise NotImplementedError
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Make the head one of zeros for another number of classes, where the old one is and of its type."""
+        self.config = dataclasses.replace(self.config, num_classes=num_classes)
+        self.num_classes = num_classes
+        head = self.get_classifier()
+        head.out_features = num_classes
+        head.weight = nn.Parameter(head.weight.new_zeros(num_classes, head.in_features))
+        head.bias = nn.Parameter(head.weight.new_zeros(num_classes))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass, or stop doing so."""
+        self.checkpoint_blocks = enable
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -5,7 +5,7 @@ Parameters bear timm's names. Source: arXiv:2103.14030. Legend: `H W` size of a 
 
 import dataclasses
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vitlab.checks import require, require_fractions, require_multiple, require_positive
 from vitlab.layers import init
@@ -24,7 +23,7 @@ from vitlab.layers.patch import check_images, to_pair
 from vitlab.layers.window_attention import WindowAttention
 from vitlab.layers.windows import pad_to_multiple
 from vitlab.models.fields import conform_fields
-from vitlab.models.network import Network
+from vitlab.models.network import BlockNetwork
 
 # Of every LayerNorm, as in the original code.
 _NORM_EPS = 1e-5
@@ -196,7 +195,7 @@ class Head(nn.Module):
         return pooled if pre_logits else self.fc(pooled)
 
 
-class SwinTransformer(Network):
+class SwinTransformer(BlockNetwork):
     """Classify images from their patches, in windows that grow over the image as the grid of tokens shrinks."""
 
     name = "swin_tiny"
@@ -219,7 +218,6 @@ class SwinTransformer(Network):
         dim = config.embed_dim * 2 ** (len(config.depths) - 1)
         self.norm = nn.LayerNorm(dim, eps=_NORM_EPS)
         self.head = Head(dim, config.num_classes)
-        self.checkpoint_blocks = False
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -262,7 +260,7 @@ class SwinTransformer(Network):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Give the tokens `(B, H, W, D)` after the last block, normalised."""
-        (grid,) = deque(self._block_outputs(images), maxlen=1)  # only the last block's stay in memory
+        grid = self.last_output(images)
         normalised: Tensor = self.norm(grid)
         return normalised
 
@@ -271,29 +269,15 @@ class SwinTransformer(Network):
         result: Tensor = self.head(features, pre_logits=pre_logits)
         return result
 
-    def forward_intermediates(self, images: Tensor) -> list[Tensor]:
+    def block_outputs(self, images: Tensor) -> Iterator[Tensor]:
         """Give each block's tokens `(B, H, W, D)`, of its stage's size, without the final norm."""
-        return list(self._block_outputs(images))
-
-    def _block_outputs(self, images: Tensor) -> Iterator[Tensor]:
         grid: Tensor = self.pos_drop(self.patch_embed(images))
         for step in self.layers.modules():  # in the order in which they were built
             if isinstance(step, PatchMerging):
                 grid = step(grid)
             elif isinstance(step, Block):
-                if self.checkpoint_blocks and torch.is_grad_enabled():
-                    grid = checkpoint(step, grid, use_reentrant=False)
-                else:
-                    grid = step(grid)
+                grid = self.run_block(step, grid)
                 yield grid
-
-    def reset_classifier(self, num_classes: int) -> None:
-        """Put a head of zeros for another number of classes."""
-        self.config = dataclasses.replace(self.config, num_classes=num_classes)
-        self.num_classes = num_classes
-        weight = self.head.fc.weight
-        self.head.fc = nn.Linear(weight.shape[1], num_classes, device=weight.device, dtype=weight.dtype)
-        init.zero_linear(self.head.fc)
 
     def get_classifier(self) -> nn.Linear:
         """Give the linear layer of the head."""
@@ -310,10 +294,6 @@ class SwinTransformer(Network):
         """
         blocks = [(r"^layers\.(\d+)\.downsample", (0,)), (r"^layers\.(\d+)\.blocks\.(\d+)", None), (r"^norm", (99999,))]
         return {"stem": r"^patch_embed", "blocks": r"^layers\.(\d+)" if coarse else blocks}
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass, or stop doing so."""
-        self.checkpoint_blocks = enable
 
     def repeated_blocks(self) -> list[nn.Module]:
         """Give the blocks, first stage first."""

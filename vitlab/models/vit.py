@@ -4,14 +4,12 @@ Parameters bear timm's names. Source: arXiv:2010.11929, and arXiv:2012.12877 (De
 """
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vitlab.checks import require_fractions, require_multiple, require_positive
 from vitlab.layers import init
@@ -21,7 +19,7 @@ from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import PatchEmbed, check_divides, to_pair
 from vitlab.layers.position import sine_cosine_positions
 from vitlab.models.fields import conform_fields
-from vitlab.models.network import Network
+from vitlab.models.network import BlockNetwork
 
 # Of every LayerNorm; torch's own default, 1e-5, would change published weights' logits by 1e-4.
 _NORM_EPS = 1e-6
@@ -108,7 +106,7 @@ class Block(nn.Module):
         return tokens
 
 
-class VisionTransformer(Network):
+class VisionTransformer(BlockNetwork):
     """Classify images from their patches.
 
     The class token is there with either pool. With `pool='mean'` it takes part in attention but not in the mean, and
@@ -150,7 +148,6 @@ class VisionTransformer(Network):
         self.norm = nn.LayerNorm(dim, eps=_NORM_EPS) if final_norm and cls else nn.Identity()
         self.fc_norm = nn.LayerNorm(dim, eps=_NORM_EPS) if final_norm and not cls else nn.Identity()
         self.head = nn.Linear(dim, config.num_classes)
-        self.checkpoint_blocks = False
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -193,7 +190,7 @@ class VisionTransformer(Network):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Give the tokens `(B, 1 + N, D)` after the last block, class token first; with `pool='cls'` normalised."""
-        (tokens,) = deque(self._block_outputs(images), maxlen=1)  # only the last block's stay in memory
+        tokens = self.last_output(images)
         normalised: Tensor = self.norm(tokens)
         return normalised
 
@@ -203,29 +200,15 @@ class VisionTransformer(Network):
         normalised: Tensor = self.fc_norm(pooled)
         return normalised if pre_logits else self.get_classifier()(normalised)
 
-    def forward_intermediates(self, images: Tensor) -> list[Tensor]:
+    def block_outputs(self, images: Tensor) -> Iterator[Tensor]:
         """Give each block's tokens `(B, 1 + N, D)`, class token first, without the final norm."""
-        return list(self._block_outputs(images))
-
-    def _block_outputs(self, images: Tensor) -> Iterator[Tensor]:
         patches = self.patch_embed(images)
         B, _, D = patches.shape
         tokens: Tensor = torch.cat([self.cls_token.expand(B, 1, D), patches], dim=1)
         tokens = self.pos_drop(tokens + self.pos_embed)
         for block in self.blocks:
-            if self.checkpoint_blocks and torch.is_grad_enabled():
-                tokens = checkpoint(block, tokens, use_reentrant=False)
-            else:
-                tokens = block(tokens)
+            tokens = self.run_block(block, tokens)
             yield tokens
-
-    def reset_classifier(self, num_classes: int) -> None:
-        """Put a head of zeros for another number of classes."""
-        self.config = dataclasses.replace(self.config, num_classes=num_classes)
-        self.num_classes = num_classes
-        weight = self.head.weight
-        self.head = nn.Linear(self.config.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
-        init.zero_linear(self.head)
 
     def get_classifier(self) -> nn.Linear:
         """Give the linear head."""
@@ -241,10 +224,6 @@ class VisionTransformer(Network):
             "stem": r"^(?:cls_token|pos_embed|patch_embed)",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass, or stop doing so."""
-        self.checkpoint_blocks = enable
 
     def repeated_blocks(self) -> list[nn.Module]:
         """Give the blocks."""
