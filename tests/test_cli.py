@@ -13,6 +13,9 @@ from vitlab import commands
 from vitlab.__main__ import main
 from vitlab.cli import COMMANDS, parse
 from vitlab.config import RunConfig
+from vitlab.models import published
+from vitlab.models.catalog import list_models
+from vitlab.models.proposals import propose
 
 
 def fails(capsys, *arguments: str) -> str:
@@ -49,6 +52,13 @@ def fails(capsys, *arguments: str) -> str:
         (["evaluate", "x", "--data", "y", "--split", "tst"], "--split is tst: give one of train, val, test, all"),
         (["predict", "x"], "missing paths"),
         (["predict", "x", "y", "--top_k", "0"], "--top_k is 0: give 1 or more"),
+        (["models", "--image_size", "0"], "--image_size is 0: give sides of 1 to 8192 pixels, such as 224"),
+        (["models", "--image_size", "32", "32x"], "--image_size is 32x: give sides"),
+        (["models", "--image_size", "a"], "--image_size is a: give sides"),
+        (["models", "--image_size", "-5"], "--image_size is -5: give sides"),
+        (["models", "--image_size", "8x8x8"], "--image_size is 8x8x8: give sides"),
+        (["models", "--image_size", "9000"], "--image_size is 9000: give sides"),
+        (["models", "--image_size"], "--image_size: expected at least one"),
     ],
 )
 def test_cli_gives_one_line_for_a_mistake(capsys, arguments, expected):
@@ -155,10 +165,51 @@ def test_cli_parses_without_torch(arguments):
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
 
 
-def test_models_lists_names_and_counts(capsys):
+def test_models_lists_names_costs_and_what_is_published(capsys, monkeypatch):
+    rows = published.describe_models()
+    monkeypatch.setattr(published, "describe_models", lambda: rows)
     assert main(["models", "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["vit_tiny"] == {"name": "vit_tiny", "parameters": 5717416, "image_size": [224, 224]}
+    assert json.loads(capsys.readouterr().out) == rows
+    assert rows[0] == {
+        "name": "vit_tiny",
+        "parameters": 5717416,
+        "macs": 1253683200,
+        "image_size": [224, 224],
+        "top1_error": 0.278,
+        "source": "facebookresearch/deit",
+        "weights": "timm/deit_tiny_patch16_224.fb_in1k",
+    }
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]] for line in lines if "│" in line
+    }
+    assert list(cells) == list_models()
+    assert cells["vit_huge"][:4] == ["632,045,800", "167.295 G", "224x224", "11.45%"]
+    assert cells["davit_large"] == ["196,811,752", "102.805 G", "384x384", "-", "-", "-"]
+    assert cells["swin_large"][-1] == "timm/swin_large_patch4_window7_224.ms_in22k_ft_in1k"
+    assert any("timm/NAME builds any network of timm" in line for line in lines[-2:])
+
+
+def test_models_proposes_networks_for_sizes(capsys):
+    sizes = ["--image_size", "31", "96x160"]
+    proposals = [proposal for size in ((31, 31), (96, 160)) for proposal in propose(size)]
+    assert main(["models", *sizes, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["architecture"], row["image_size"]) for row in rows] == [
+        (name, size) for size in ([31, 31], [96, 160]) for name in ("vit", "swin", "davit")
+    ]
+    for row, proposal in zip(rows, proposals, strict=True):
+        assert {name: row[name] for name in ("parameters", "macs", "reason")} == {
+            name: getattr(proposal, name) for name in ("parameters", "macs", "reason")
+        }
+    assert rows[4]["overrides"] == {"window_size": [6, 5], "depths": [2, 6, 2], "num_heads": [3, 6, 12]}
+    assert main(["models", *sizes]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"vit for 31x31: none\n  {rows[0]['reason']}\n")
+    for row in rows[1:]:
+        assert f"\n  {row['reason']}\n  {row['command']}\n" in text
+    assert f"swin for 96x160: {rows[4]['parameters']:,} parameters, {rows[4]['macs'] / 1e9:.3f} G" in text
 
 
 def test_version_describes_the_installation(capsys):

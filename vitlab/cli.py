@@ -45,7 +45,7 @@ COMMANDS = {
         options=CompareOptions,
         positionals=(("run_a", None), ("run_b", None)),
     ),
-    "models": Command(help="List the networks.", options=ModelsOptions),
+    "models": Command(help="List the networks, or propose some for a size of image.", options=ModelsOptions),
 }
 
 
@@ -105,6 +105,9 @@ def _parse_command(name: str, arguments: list[str]) -> Any:
     for flag in (field.name for field in fields(command.options) if field.default is False):
         parser.add_argument(f"--{flag}", action="store_true", help=helps[flag])
         skipped.add(flag)
+    for several in (field.name for field in fields(command.options) if field.default_factory is list):
+        parser.add_argument(f"--{several}", nargs="+", type=str, default=[], help=helps[several])
+        skipped.add(several)
     parser.add_class_arguments(command.options, None, skip=skipped)
     namespace = parser.parse_args(arguments)
     return command.options(**namespace.as_dict())
@@ -113,14 +116,15 @@ def _parse_command(name: str, arguments: list[str]) -> Any:
 def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
     """Read a run's configuration: the file first, then what stands on the line, wherever `--config` stands in it.
 
-    Where neither a file nor data is named, the recipe for the built-in digits is the file.
+    Where neither a file nor data nor another network is named, the recipe for the built-in digits is the file.
     """
     parser.add_argument("--config", action="config", help="YAML file; what stands on the line after it wins.")
     parser.add_class_arguments(RunConfig, None)
     arguments = _join_lists(_files_first(arguments))
     try:
         namespace = parser.parse_args(arguments)
-        if namespace.config is None and namespace.data.root == RunConfig().data.root:
+        named = namespace.config, namespace.data.root, namespace.model.name
+        if named == (None, RunConfig().data.root, RunConfig().model.name):
             namespace = parser.parse_args(["--config", str(shipped_config(DIGITS_RECIPE)), *arguments])
         return _build(parser, namespace)
     except InputError:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from vitlab.text import printable, say
 
 if TYPE_CHECKING:
     from vitlab.engine.evaluator import Scores
+    from vitlab.models.proposals import Proposal
 
 SKIPPED_SOME = 3
 
@@ -126,25 +128,23 @@ def predict(options: PredictOptions) -> int:
 
 
 def models(options: ModelsOptions) -> int:
-    """`vitlab models`: list the networks with their parameters at the native size and 1000 classes."""
-    import torch
+    """`vitlab models`: list the networks and what is published of them, or propose networks for sizes of images."""
+    if options.image_size:
+        from vitlab.models.proposals import propose
 
-    from vitlab.models.catalog import create_model, list_models
-
-    rows = []
-    for name in list_models():
-        with torch.device("meta"):
-            network = create_model(name)
-        count = sum(parameter.numel() for parameter in network.parameters())
-        rows.append((name, count, network.image_size))
-    if options.json:
-        keys = ("name", "parameters", "image_size")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        proposals = [proposal for size in options.sizes() for proposal in propose(size)]
+        if options.json:
+            print(json.dumps([proposal.to_dict() for proposal in proposals], indent=1))
+        else:
+            _print_proposals(Console(), proposals)
         return 0
-    table = Table("name", "parameters", "native size")
-    for name, count, (height, width) in rows:
-        table.add_row(name, f"{count:,}", f"{height}x{width}")
-    Console().print(table)
+    from vitlab.models.published import describe_models
+
+    rows = describe_models()
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print_models(Console(), rows)
     return 0
 
 
@@ -173,6 +173,50 @@ def version(_: None) -> int:
     print(f"threads {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}")
     print(f"GPUs: {', '.join(gpus) or 'none'}")
     return 0
+
+
+def _print_models(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Print a row for each network, in a file or a pipe as wide as need be."""
+    table = Table()
+    for header in ("name", "parameters", "multiply-adds", "size", "top-1 error"):
+        table.add_column(header, justify="left" if header == "name" else "right", no_wrap=True)
+    for header in ("source of the error", "weights"):
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            f"{row['parameters']:,}",
+            f"{row['macs'] / 1e9:.3f} G",
+            "x".join(map(str, row["image_size"])),
+            "-" if row["top1_error"] is None else f"{100 * row['top1_error']:g}%",
+            row["source"] or "-",
+            row["weights"] or "-",
+        )
+    if not console.is_terminal:
+        console.width = Measurement.get(console, console.options.update_width(1000), table).maximum
+    console.print(table)
+    say(
+        console,
+        "for one image of that size and 1000 classes; top-1 error on ImageNet-1k as published, - where nothing is",
+    )
+    say(console, "timm/NAME builds any network of timm; --image_size proposes networks for images of other sizes")
+
+
+def _print_proposals(console: Console, proposals: "list[Proposal]") -> None:
+    """Print the lines that train the proposed networks, each below its costs and reason."""
+    from vitlab.models.proposals import NUM_CLASSES, describe_size
+
+    for proposal in proposals:
+        heading = f"{proposal.architecture} for {describe_size(proposal.image_size)}"
+        if proposal.macs is None:
+            say(console, f"{heading}: none")
+            say(console, f"  {proposal.reason}")
+            continue
+        say(console, f"{heading}: {proposal.parameters:,} parameters, {proposal.macs / 1e9:.3f} G multiply-adds")
+        say(console, f"  {proposal.reason}")
+        say(console, f"  {proposal.command()}")
+    say(console, "up to 64 pixels small networks, to train from scratch; above, the widths of the named ones")
+    say(console, f"parameters are those with {NUM_CLASSES} classes; FOLDER stands for your images")
 
 
 def _print_scores(console: Console, result: dict[str, Any]) -> None:

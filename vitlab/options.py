@@ -1,9 +1,12 @@
 """What the commands other than `train` take; standard library only. The field docstrings are the help texts."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vitlab.errors import InputError
+
+_LARGEST_SIDE = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +92,28 @@ class CompareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
-    """List the networks that can be trained."""
+    """List the networks that can be trained, or propose some for a size of image."""
 
     json: bool = False
-    """Print JSON instead of a table."""
+    """Print JSON instead of a table or lines."""
+    image_size: list[str] = field(default_factory=list)
+    """Propose a network of each architecture for images of these sizes, each a side or HEIGHTxWIDTH in pixels."""
+
+    def __post_init__(self) -> None:
+        self.sizes()
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Give each of image_size as (height, width)."""
+        return [_read_size(size) for size in self.image_size]
+
+
+def _read_size(text: str) -> tuple[int, int]:
+    """Read `224` or `192x224`."""
+    sides = [int(side) for side in text.split("x")] if re.fullmatch("[0-9]{1,5}(x[0-9]{1,5})?", text) else [0]
+    if min(sides) < 1 or max(sides) > _LARGEST_SIDE:
+        example = "such as 224, or 192x224 (height x width)"
+        raise InputError(f"--image_size is {text}: give sides of 1 to {_LARGEST_SIDE} pixels, {example}")
+    return sides[0], sides[-1]
 
 
 def _check_workers(workers: int | None) -> None:

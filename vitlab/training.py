@@ -29,6 +29,7 @@ from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer, TrainingData
 from vitlab.errors import Finished, InputError, RunError
+from vitlab.models.costs import count_parameters
 from vitlab.models.files import load_model
 from vitlab.seeds import derive_seed
 from vitlab.text import duration, say
@@ -225,7 +226,7 @@ def _mixed_name(classes: tuple[str, ...], shares: torch.Tensor) -> str:
 
 def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Trainer) -> None:
     network = trainer.objective.network
-    parameters = sum(parameter.numel() for parameter in network.parameters())
+    parameters = count_parameters(network)
     sizes = ", ".join(f"{name} {len(split)}" for name, split in dataset.splits.items())
     H, W = network.image_size
     precision = "fp32" if trainer.autocast is None else str(trainer.autocast).removeprefix("torch.")
