@@ -18,16 +18,16 @@ def test_configs_are_found():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_config_parses_and_builds_its_network(path):
     _, config = parse(["train", "--config", str(path)])
-    with torch.device("meta"):
-        network = create_model(
-            config.model.name,
-            num_classes=10,
-            image_size=config.model.image_size,
-            in_channels=config.data.channels,
-            **config.model.overrides,
-        )
+    network = create_model(
+        config.model.name,
+        num_classes=10,
+        image_size=config.model.image_size,
+        in_channels=config.data.channels,
+        **config.model.overrides,
+    ).eval()
     H, W = network.image_size
-    assert network.to_empty(device="cpu")(torch.zeros(2, config.data.channels, H, W)).shape == (2, 10)
+    with torch.inference_mode():
+        assert network(torch.zeros(1, config.data.channels, H, W)).shape == (1, 10)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: network, data, trainer."""
 
 import copy
+import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -209,7 +210,7 @@ def build_trial(config: RunConfig, trainer: Trainer, monitor: Monitor) -> Traine
         build_optimizer(config.optim, objective.network),
         trainer.schedule,
         data=trainer.data,
-        config=config.train,
+        config=dataclasses.replace(config.train, ema_decay=None),
         clip_grad=config.optim.clip_grad,
         keeper=trainer.keeper,
         monitor=monitor,

@@ -3,9 +3,10 @@
 `section` is where a field of a run's configuration stands, and goes before its name: `optim.lr`.
 """
 
-from typing import Any, TypeGuard, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from vitlab.errors import InputError
+from vitlab.errors import InputError, unknown_name
 
 LARGEST = 2.0**53
 """No number that a user means is larger; floats count whole numbers exactly up to here."""
@@ -25,10 +26,16 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def require_values(config: Any, *, section: str) -> None:
-    """Require that no field is None that does not take None, as a bare `key:` in YAML gives it."""
+    """Require that no field is None that does not take None, as a bare `key:` in YAML gives it, and that a text is one
+    of its field's choices where it has some.
+    """
     for name, hint in get_type_hints(type(config)).items():
-        if getattr(config, name) is None and type(None) not in get_args(hint):
+        value, kinds = getattr(config, name), get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if value is None and type(None) not in kinds:
             raise InputError(f"{_label(section, name)} is empty: give a value, or leave it out")
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        if isinstance(value, str) and choices and str not in kinds and value not in choices:
+            raise unknown_name(_label(section, name), value, map(str, choices))
 
 
 def require_positive(config: object, *names: str, section: str = "") -> None:

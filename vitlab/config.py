@@ -32,19 +32,21 @@ class ModelConfig:
     """Which network is trained."""
 
     name: str = "vit_tiny"
-    """A name that `vitlab models` lists."""
+    """A name that `vitlab models` lists, or timm/NAME for any network of timm."""
     image_size: int | tuple[int, int] | None = None
     """Side of the square input in pixels, or (height, width); default: the network's native size."""
     num_classes: int | None = None
     """Number of classes; default: as many as the training folder holds, and another number is an error."""
     weights: str | None = None
-    """Model file, run folder or foreign checkpoint to start from; default: fresh weights."""
+    """Model file, run folder, other projects' checkpoint, or timm/NAME (fetched where it is not on this machine yet) to
+    start from; default: fresh weights."""
     freeze: Literal["none", "backbone"] | int = "none"
     """What is not trained: `none`, `backbone` for all but the head, or N for all but the last N blocks and the head."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the architecture's config; on the line `--model.overrides.depth 6`. ViT: patch_size, embed_dim, depth,
-    num_heads, mlp_ratio, qkv_bias, drop_rate, drop_path_rate, pool (cls, mean), norm (pre, post), pos_embed (learned,
-    sincos)."""
+    """Fields of the architecture's config; on the line `--model.overrides.depth 6`. All: num_heads, mlp_ratio,
+    qkv_bias, drop_rate, drop_path_rate. ViT: patch_size, embed_dim, depth, pool (cls, mean), norm (pre, post),
+    pos_embed (learned, sincos). Swin: patch_size, window_size, embed_dim, depths. DaViT: stem_stride, window_size,
+    embed_dims, depths."""
 
     def __post_init__(self) -> None:
         require_values(self, section="model")
@@ -317,6 +319,17 @@ class RunConfig:
         for section in dataclasses.fields(self):
             is_section = dataclasses.is_dataclass(getattr(self, section.name))
             require(is_section, f"{section.name} is no section: give it fields, such as `{section.name}: {{...}}`")
+        mixes = self.augment.mixup > 0 or self.augment.cutmix > 0
+        require(
+            not mixes or self.train.steps is not None or self.augment.unmixed_epochs < self.train.epochs,
+            f"augment.unmixed_epochs {self.augment.unmixed_epochs} leaves none of {self.train.epochs} epochs to mix: "
+            "give less, or no mixup and cutmix",
+        )
+        require(
+            self.data.sampling != "balanced" or self.objective.class_weights != "balanced",
+            "data.sampling and objective.class_weights are both balanced, which would count rare classes twice: "
+            "give one of them",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Give nested plain dictionaries and lists, as YAML and JSON hold them."""

@@ -16,7 +16,7 @@ class EvaluateOptions:
     checkpoint: str
     """Model file, or a run folder for its best.safetensors."""
     data: str
-    """Folder of images, folder of CIFAR batches, or `digits`."""
+    """Folder of images, of CIFAR batches or of IDX files, a .csv or .jsonl manifest, or `digits`."""
     split: Literal["train", "val", "test", "all"] = "val"
     """Which images; `val` of a folder without one is the part that training cut off, `all` is a flat folder whole."""
     json: str | None = None

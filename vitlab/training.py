@@ -30,7 +30,7 @@ from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer, TrainingData
 from vitlab.errors import Finished, InputError, RunError
 from vitlab.models.costs import count_parameters
-from vitlab.models.files import load_model
+from vitlab.models.files import read_safetensors
 from vitlab.seeds import derive_seed
 from vitlab.text import duration, say
 
@@ -65,16 +65,22 @@ def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console) -> P
             f"train.resume {config.train.resume} is one run's, and train.seeds makes several: leave it out"
         )
     parent = Path(config.train.run_dir) if config.train.run_dir else fresh_run_folder(Path("runs"), _stem(config)).path
-    scores = []
-    for seed in seeds:
-        folder = parent / f"seed-{seed}"
-        train = dataclasses.replace(config.train, seeds=None, seed=seed, run_dir=str(folder))
-        try:
-            _run(dataclasses.replace(config, train=train), console)
-        except Finished as finished:
-            say(console, str(finished))
-        scores.append(load_model(folder / "best.safetensors").metrics["top1"])
-    listed = ", ".join(f"{score:.2%}" for score in scores)
+    metrics = []
+    say(console, f"{len(seeds)} runs in {parent}; after a stop the same command goes on with --train.run_dir {parent}")
+    try:
+        for seed in seeds:
+            folder = parent / f"seed-{seed}"
+            train = dataclasses.replace(config.train, seeds=None, seed=seed, run_dir=str(folder))
+            try:
+                _run(dataclasses.replace(config, train=train), console)
+            except Finished as finished:
+                say(console, str(finished))
+            metrics.append(_best_metrics(folder))
+    finally:
+        with suppress(OSError):  # only an empty folder goes: the first run did not get so far as to begin
+            parent.rmdir()
+    scores = [record["top1"] for record in metrics]
+    listed = ", ".join(f"{record['top1']:.2%} ({record['weights']})" for record in metrics)
     spread = f", standard deviation {statistics.stdev(scores):.2%}" if len(scores) > 1 else ""
     say(console, f"{len(seeds)} seeds: val top-1 {listed}; mean {statistics.mean(scores):.2%}{spread}")
     say(console, f"runs: {parent}")
@@ -116,10 +122,16 @@ def _run(config: RunConfig, console: Console) -> Path:
             _describe(console, config, dataset, trainer)
             if config.train.find_lr and start.state is None:
                 _find_lr(config, trainer, console)
+            elif config.train.find_lr:
+                say(console, "train.find_lr: rates are tried at the start of a run only, and this one goes on")
             _fit(trainer)
         except OSError as error:
             reason = f"{error.strerror or error} ({error.filename or start.folder.path})"
             raise RunError(f"{reason}: {trainer.keeper.what_is_safe()}") from error
+    if trainer.progress.step < trainer.total_steps:
+        say(
+            console, f"no better score in {trainer.progress.stale} evaluations: stopped at step {trainer.progress.step}"
+        )
     _conclude(console, start.folder, time.perf_counter() - began)
     return start.folder.path
 
@@ -146,7 +158,8 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
     if trainer.done:
         _plot(trainer)  # the run may have been killed just before
         raise Finished(
-            f"the run of {state} is finished: give another train.run_dir for a new one, or more train.epochs to go on"
+            f"the run of {state} is finished: give another train.run_dir for a new one, or more {_longer(trainer)} "
+            "to go on"
         )
     say(console, f"going on from {state}")
     if not start.in_place:
@@ -162,11 +175,27 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
         trainer.progress.best_rank = None
 
 
+def _longer(trainer: Trainer) -> str:
+    """Name the option that ended the run."""
+    if trainer.progress.step < trainer.total_steps:
+        return "train.patience"
+    return "train.epochs" if trainer.config.steps is None else "train.steps"
+
+
 def _holds_best(folder: RunFolder, step: int) -> bool:
     try:
-        return bool(load_model(folder.best).metrics["step"] == step)
+        return bool(_best_metrics(folder.path)["step"] == step)
     except InputError:  # gone or damaged: the next evaluation writes a new one
         return False
+
+
+def _best_metrics(run: Path) -> dict[str, Any]:
+    """Read the scores of a run's best weights, whose file is checked as a whole."""
+    record = read_safetensors(run / "best.safetensors").record
+    if record is None:
+        raise InputError(f"{run / 'best.safetensors'} is no model file of vitlab: give another train.run_dir")
+    metrics: dict[str, Any] = record["metrics"]
+    return metrics
 
 
 def _open_folder(config: RunConfig, dataset: Dataset, trainer: Trainer, *, is_new: bool) -> None:
@@ -235,11 +264,16 @@ def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Tr
     val = len(dataset.splits["val"])
     if val < _FEW_IMAGES:
         say(console, f"note: validation has {val} images, so that one of them is {1 / val:.1%} of top-1")
+    seen = trainer.data.preprocess
+    crop = f"crop of {seen.crop_fraction:g}" if seen.resize_mode == "crop" else seen.resize_mode
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (seen.mean, seen.std))
+    say(console, f"evaluation: {crop}, {seen.interpolation}, mean {mean}, std {std}")
     say(console, f"run: {trainer.keeper.folder.path}")
 
 
 def _find_lr(config: RunConfig, trainer: Trainer, console: Console) -> None:
     """Try rates on a copy, save the curve, and say what to make of it; the run itself stays as it is configured."""
+    say(console, "learning rates: trying up to 100 steps on a copy")
     quiet = Monitor(Path(os.devnull), log_every_steps=1, total_epochs=None, console=Console(quiet=True))
     curve = sweep_lr(build_trial(config, trainer, quiet))
     folder = trainer.keeper.folder
@@ -267,7 +301,7 @@ def _show_confusion(trainer: Trainer, scored: list[Scores]) -> None:
 
 
 def _conclude(console: Console, folder: RunFolder, seconds: float) -> None:
-    best = load_model(folder.best).metrics
+    best = _best_metrics(folder.path)
     say(
         console,
         f"best: val {headline(best)} ({best['weights']} weights) at epoch {best['epoch']}, {best['count']} images; "

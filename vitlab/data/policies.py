@@ -21,7 +21,8 @@ class Policy:
     RandAugment applies `policy_ops` of 14 operations, drawn anew each time, at one strength from 0 to 10. At 10 a
     rotation turns by 30 degrees, a shear has the slope 0.3, a translation moves by 150/331 of the side, brightness,
     colour, contrast and sharpness change by the factor 1 ± 0.9, posterize keeps 4 bits and solarize inverts everything.
-    At 0 none of these does anything, and all but the last two go either way at even odds. A `policy_magnitude_std`
+    At 0 none of these does anything, but that solarize turns pure white black; all but the last two go either way at
+    even odds. A `policy_magnitude_std`
     above 0 draws the strength of each operation from a normal distribution and holds it between 0 and 10. timm's
     `rand-m9-mstd0.5-inc1`, of DeiT and Swin, differs: it skips each operation at even odds, has Invert and SolarizeAdd
     in place of Identity, and its posterize keeps four bits fewer.

@@ -28,6 +28,8 @@ class Split(abc.ABC):
     """Class index of each image, shape (N,); -1 where unknown."""
     paths: Sequence[str]
     """What each image is called in messages and predictions, N names."""
+    is_cut: bool = False
+    """Whether `split_validation` made it out of the training images."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -199,7 +201,8 @@ def split_validation(
 ) -> tuple[dict[str, Split], str]:
     """Cut a split by `cut_validation`: its `train` and `val`, and a line that says so."""
     train, val, note = cut_validation(split, classes, fraction=fraction, seed=seed)
-    return {"train": split.subset("train", train), "val": split.subset("val", val)}, note
+    parts = {"train": split.subset("train", train), "val": split.subset("val", val)}
+    return {name: replace(part, is_cut=True) for name, part in parts.items()}, note
 
 
 def locate_split(split: str, parts: Collection[str], where: str) -> tuple[str, bool]:

@@ -66,12 +66,13 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
 
     _curve(loss, records, "train/loss", color=BLUE, label="training")
     _curve(loss, records, "val/loss", color=VERMILION, label="validation")
+    _curve(loss, records, "val_ema/loss", color=GREEN, label="validation, moving average")
     _finish_panel(loss, title="Loss", unit="nats per image")
     if loss.lines:
         loss.legend(frameon=False)
 
     steps, values = _curve(top1, records, "val/top1", color=VERMILION, scale=100, label="weights")
-    ema_steps, ema_values = _curve(top1, records, "val_ema/top1", color=BLUE, scale=100, label="moving average")
+    ema_steps, ema_values = _curve(top1, records, "val_ema/top1", color=GREEN, scale=100, label="moving average")
     _finish_panel(top1, title="Top-1 accuracy on validation images", unit="%")
     if values:
         _mark_best(top1, steps + ema_steps, values + ema_values)

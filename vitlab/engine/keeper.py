@@ -37,7 +37,8 @@ class Keeper:
 
     Args:
         folder: the run's.
-        run: what a state must agree with to go on from: the configuration and the data's fingerprint.
+        run: what a state tells of its run: the configuration and the data's fingerprint, with which one that goes on
+            from it must agree, and the preprocessing, which it takes over.
         save_model: writes a model file.
         every_steps: optimizer steps between states, besides the one at the end of each epoch.
     """

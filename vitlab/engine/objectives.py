@@ -47,12 +47,15 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def train(self, mode: bool = True) -> "Objective":
-        """Set the mode; what is frozen stays in evaluation mode, so that neither dropout nor norms change it."""
+        """Set the mode; what is frozen stays in evaluation mode, with the dropout beside it, and so never varies."""
         super().train(mode)
         for module in self.network.modules():
-            own = list(module.parameters())
-            if own and not any(parameter.requires_grad for parameter in own):
-                module.eval()
+            trained = [parameter.requires_grad for parameter in module.parameters()]
+            if all(trained):
+                continue
+            for part in (module, *module.children()):
+                if not any(parameter.requires_grad for parameter in part.parameters()):
+                    part.eval()
         return self
 
     def rank(self, scores: dict[str, Any]) -> tuple[float, float]:

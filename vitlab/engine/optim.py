@@ -87,10 +87,10 @@ def freeze(network: Network, what: Literal["none", "backbone"] | int) -> None:
     Raises:
         InputError: the network has fewer blocks.
     """
-    from timm.models import group_parameters
-
     if what == "none":
         return
+    from timm.models import group_parameters
+
     trained = {id(parameter) for parameter in network.get_classifier().parameters()}
     if isinstance(what, int):
         blocks = network.repeated_blocks()
@@ -102,7 +102,9 @@ def freeze(network: Network, what: Literal["none", "backbone"] | int) -> None:
         }
         first = {id(parameter) for parameter in blocks[-what].parameters()}
         lowest = min(depths[name] for name, parameter in network.named_parameters() if id(parameter) in first)
-        trained |= {id(parameter) for name, parameter in network.named_parameters() if depths[name] >= lowest}
+        before = {id(parameter) for block in blocks[:-what] for parameter in block.parameters()}
+        after = {id(parameter) for name, parameter in network.named_parameters() if depths[name] >= lowest}
+        trained |= after - before
     for parameter in network.parameters():
         parameter.requires_grad_(id(parameter) in trained)
 

@@ -31,7 +31,7 @@ _FREE = (
     "monitor.",
 )
 # The total length may change; the schedule is then that of the new total from the state's step on.
-_LENGTH = ("train.epochs", "train.steps")
+_LENGTH = ("train.epochs", "train.steps", "train.patience")
 
 
 class RunFolder:
@@ -217,7 +217,7 @@ def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say:
     for key in changed:
         say(
             f"{key} was {old.get(key)}, is {new.get(key)}: "
-            "from here on the learning rate follows the schedule of the new length"
+            "from here on learning rate and unmixed epochs are those of the new length"
         )
 
 

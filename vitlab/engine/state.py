@@ -23,7 +23,7 @@ from vitlab.disk import flush
 from vitlab.engine.objectives import Objective
 from vitlab.errors import InputError, RunError
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -61,7 +61,7 @@ class Progress:
     best_weights: WeightsKind = "raw"
     """Which weights the best evaluation scored."""
     stale: int = 0
-    """Epochs scored since then."""
+    """Evaluations since then."""
 
     def start_epoch(self) -> None:
         """Count the epoch as done and clear its sums."""
@@ -194,8 +194,10 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     try:
         content = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if content["format"] > FORMAT:
-            raise InputError(f"state {path} has format {content['format']}, newer than {FORMAT}: update vitlab")
+        if content["format"] != FORMAT:
+            raise InputError(
+                f"state {path} has format {content['format']}, and this vitlab goes on from {FORMAT} alone"
+            )
         data = (path / "tensors.safetensors").read_bytes()
         for part, digest in (("tensors", hashlib.sha256(data).hexdigest()), ("record", _digest(content["record"]))):
             if digest != content["sha256"][part]:

@@ -5,6 +5,7 @@ difference is always top-1 of A minus top-1 of B.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.data.datasets import SplitName, fingerprint, load_split
+from vitlab.data.datasets import SplitName, fingerprint
 from vitlab.data.splits import match_classes
 from vitlab.engine.device import resolve_device
 from vitlab.engine.evaluator import Scores, percent
@@ -211,12 +212,17 @@ def _check_classes(runs: tuple[str, str], a: ModelFile, b: ModelFile) -> None:
 
 
 def _default_split(model: ModelFile, data: str, say: _Say) -> SplitName:
-    """Choose the test split, or validation where the data has no other."""
+    """Choose the test split; else validation; else, of images that are not divided and not the model's own, all."""
     try:
         read_split(model, data, "test")
     except InputError as error:
-        read_split(model, data, "val")  # where that is missing too, it says what is wrong
-        say(f"no test split ({error}): comparing on val")
+        val = read_split(model, data, "val")  # where that is missing too, it says what is wrong
+        if val.split.is_cut and not val.is_own:
+            with suppress(InputError):
+                read_split(model, data, "all")
+                say(f"no test split ({error}): comparing on all images")
+                return "all"
+        say(f"no test split ({error}): comparing on val, which chose each run's epoch: both scores are a little high")
         return "val"
     return "test"
 
@@ -228,28 +234,22 @@ def _read_same(a: ModelFile, b: ModelFile, data: str, name: SplitName) -> tuple[
     """
     of_a, of_b = read_split(a, data, name), read_split(b, data, name)
     relabelled, _ = match_classes(of_b.split, b.classes, a.classes, data)
-    remedy = "compare on --split test, or train both with the same data.val_fraction and data.val_seed"
+    remedy = (
+        "compare on --split test, on --split all of images that neither was trained on, or train both with the same "
+        "data.val_fraction and data.val_seed"
+    )
     if fingerprint(relabelled) != fingerprint(of_a.split):
         raise InputError(
             f"the {name} split of {data} is another cut for A ({len(of_a.split)} images) than for B "
             f"({len(of_b.split)}), so that each may have been trained on the other's: {remedy}"
         )
     strangers = [side for side, scored in zip(_SIDES, (of_a, of_b), strict=True) if not scored.is_own]
-    if name == "val" and strangers and _is_cut(a, data):
+    if name == "val" and strangers and of_a.split.is_cut:
         raise InputError(
             f"{' and '.join(strangers)} did not validate on this cut of {data} and may have been trained on some of "
             f"its images: {remedy}"
         )
     return of_a, of_b
-
-
-def _is_cut(model: ModelFile, data: str) -> bool:
-    """Tell whether the validation split is cut from training, in which case its size follows the fraction."""
-    sizes = {
-        len(load_split(data, "val", classes=model.classes, val_fraction=fraction, seed=0)[0])
-        for fraction in (1e-9, 0.5)
-    }
-    return len(sizes) > 1
 
 
 def _tell(scored: tuple[Scored, Scored], told: set[str], say: _Say) -> None:

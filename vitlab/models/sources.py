@@ -109,7 +109,10 @@ def _named(name: str) -> Source:
 
     if not timm.is_model(name):
         raise unknown_name("timm network", name, timm.list_models())
-    settings = timm.get_pretrained_cfg(name)
+    try:
+        settings = timm.get_pretrained_cfg(name)
+    except RuntimeError:  # an architecture that it knows, with a tag that it does not
+        raise unknown_name("timm weights", name, timm.list_pretrained(f"{name.split('.')[0]}*")) from None
     repository = settings.hf_hub_id if settings else None
     if not repository:
         raise InputError(f"timm has no pretrained weights of {name}: give a file, or a name with another tag")

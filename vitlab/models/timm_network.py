@@ -1,5 +1,6 @@
 """Any network of timm behind the face that the engine knows."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,8 @@ class TimmNetwork(Network):
         self.net = _build(name.removeprefix(PREFIX), settings, size)
         self.image_size = size or _native_size(self.net)
         _refuse_cropping(self.net, self.image_size)
+        if not isinstance(self.net.get_classifier(), nn.Module):
+            raise InputError(f"{name} has several heads, which nothing here trains: take the network with one")
 
     def config_dict(self) -> dict[str, Any]:
         """Give classes, size, channels and the overrides."""
@@ -156,9 +159,9 @@ def _refuse_cropping(net: Any, size: tuple[int, int]) -> None:
 
 
 def _under_net(pattern: Any) -> Any:
-    """Rewrite timm's patterns: text, or a list of (text, order)."""
+    """Rewrite timm's patterns: text, or a list of (text, order); not all alternatives in a text begin with `^`."""
     if isinstance(pattern, str):
-        return pattern.replace("^", r"^net\.", 1)
+        return r"^net\.(?:" + re.sub(r"(?<!\[)\^", "", pattern) + ")"
     if isinstance(pattern, list):
         return [_under_net(item) for item in pattern]
     if isinstance(pattern, tuple):
