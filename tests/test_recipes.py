@@ -1,5 +1,6 @@
 """What the recipes' options do to whole runs."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from vitlab.assembly import compile_blocks
-from vitlab.config import RunConfig, TrainConfig
+from vitlab.config import AugmentConfig, DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, RunConfig, TrainConfig
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import list_states, load_state
 from vitlab.engine.trainer import Trainer
-from vitlab.errors import InputError, Interrupted
+from vitlab.errors import Finished, InputError, Interrupted
 from vitlab.inference.scoring import read_split, score
 from vitlab.models.catalog import create_model
 from vitlab.models.files import load_model
@@ -121,8 +122,10 @@ def test_patience_ends_the_run_after_as_many_evaluations_without_a_better_one(ti
     rows = RunFolder(run).read_metrics()
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5]
     assert load_model(run).metrics["epoch"] == 2
-    with pytest.raises(InputError, match="is finished"):
+    with pytest.raises(Finished, match=r"is finished: .* more train\.patience to go on"):
         run_training(tiny_run(train__epochs=7, train__patience=3, optim__warmup_steps=0))
+    run_training(tiny_run(train__epochs=7, train__patience=4, optim__warmup_steps=0))
+    assert [row["epoch"] for row in RunFolder(run).read_metrics()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_mixing_stops_for_the_last_epochs(tiny_run, monkeypatch):
@@ -200,6 +203,38 @@ def test_compile_needs_a_compiler():
     network = create_model("vit_tiny", num_classes=3, image_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=1)
     with pytest.raises(InputError, match=r"train.compile needs a C\+\+ compiler"):
         compile_blocks(network, find=lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "line"),
+    [
+        (DataConfig, {"sampling": "balance"}, "unknown data.sampling balance: did you mean balanced"),
+        (OptimConfig, {"schedule": "poly"}, "unknown optim.schedule poly"),
+        (AugmentConfig, {"policy": "rand"}, "unknown augment.policy rand: Valid are none, randaugment, autoaugment"),
+        (ModelConfig, {"freeze": "head"}, "unknown model.freeze head: Valid are none, backbone"),
+    ],
+)
+def test_choices_are_checked_in_python_too(section, changes, line):
+    with pytest.raises(InputError, match=line):
+        section(**changes)
+
+
+def test_options_that_undo_each_other_are_refused(tiny_run):
+    with pytest.raises(InputError, match=r"augment.unmixed_epochs 2 leaves none of 2 epochs to mix"):
+        tiny_run(augment__mixup=0.5, augment__unmixed_epochs=2)
+    with pytest.raises(InputError, match=r"would count rare classes twice"):
+        dataclasses.replace(
+            RunConfig(),
+            data=DataConfig(sampling="balanced"),
+            objective=ObjectiveConfig(class_weights="balanced"),
+        )
+
+
+def test_seeds_leave_no_empty_folder_behind(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="does not exist"):
+        run_training(tiny_run(data__root="nowhere", train__run_dir=None, train__seeds=(1, 2)))
+    assert not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(

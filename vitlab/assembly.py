@@ -179,6 +179,8 @@ def build_trainer(
         },
         save_model=save,
         every_steps=config.train.checkpoint_every_steps,
+        every_minutes=config.train.checkpoint_every_minutes,
+        keep_states=config.train.keep_states,
     )
     monitor = Monitor(
         folder.metrics,

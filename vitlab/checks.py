@@ -26,8 +26,9 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def require_values(config: Any, *, section: str) -> None:
-    """Require that no field is None that does not take None, as a bare `key:` in YAML gives it, and that a text is one
-    of its field's choices where it has some.
+    """Require that no field is None that does not take None, and that a text is one of its field's choices.
+
+    A bare `key:` in YAML gives None.
     """
     for name, hint in get_type_hints(type(config)).items():
         value, kinds = getattr(config, name), get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

@@ -259,7 +259,11 @@ class TrainConfig:
     seeds: tuple[int, ...] | None = None
     """Make one run for each of these seeds, in run_dir/seed-N, in place of the one of train.seed."""
     checkpoint_every_steps: int | None = None
-    """Optimizer steps between resume states; default: at the end of each epoch only."""
+    """Optimizer steps between resume states, besides the one at the end of each epoch."""
+    checkpoint_every_minutes: float | None = None
+    """Minutes between resume states, likewise; saving goes on beside the training."""
+    keep_states: int = 2
+    """Resume states that stay; older ones go."""
     resume: str = "auto"
     """`auto` goes on where run_dir holds a state, `never` starts anew, or the PATH of a state."""
 
@@ -273,6 +277,8 @@ class TrainConfig:
             "accumulate",
             "evaluate_every_epochs",
             "checkpoint_every_steps",
+            "checkpoint_every_minutes",
+            "keep_states",
             "patience",
             section="train",
         )

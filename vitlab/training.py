@@ -149,7 +149,7 @@ def _fit(trainer: Trainer) -> None:
 
 def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> None:
     """Put the trainer where a state stands; a state of another folder brings its run's best file and curves along."""
-    trainer.keeper.resume(trainer, state)
+    elsewhere = trainer.keeper.resume(trainer, state)
     folder, old = start.folder, RunFolder(state.parent.parent)
     if trainer.progress.step > trainer.total_steps:
         raise InputError(
@@ -162,6 +162,8 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
             "to go on"
         )
     say(console, f"going on from {state}")
+    if elsewhere:
+        say(console, f"note: {'; '.join(elsewhere)}: the run goes on, but not to the last bit as it would have")
     if not start.in_place:
         folder.tensorboard.mkdir(parents=True, exist_ok=True)
         for path in (old.metrics, old.tensorboard / EVENTS_NAME, old.best):

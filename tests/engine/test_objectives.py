@@ -84,3 +84,18 @@ def test_frozen_parts_stay_in_evaluation_mode():
     assert not any(module.training for module in network.blocks[0].modules())
     assert all(module.training for module in network.blocks[1].modules())
     assert network.training
+
+
+def test_dropout_beside_frozen_parts_is_off():
+    network = create_model(
+        "vit_tiny", num_classes=3, image_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=1, drop_rate=0.5
+    )
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name.startswith("head"))
+    objective = Classification(network).train()
+    images = torch.randn(4, 3, 8, 8)
+    assert torch.equal(network.forward_features(images), network.forward_features(images))
+    for parameter in network.parameters():
+        parameter.requires_grad_(True)
+    objective.train()
+    assert not torch.equal(network.forward_features(images), network.forward_features(images))

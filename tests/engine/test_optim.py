@@ -147,6 +147,16 @@ def test_freeze_leaves_what_is_asked_for(what, trained):
     assert sum(len(group["params"]) for group in groups) == trained
 
 
+@pytest.mark.parametrize(("count", "blocks"), [(1, 1), (2, 2), (3, 3)])
+def test_freeze_counts_the_blocks_of_a_davit_one_by_one(count, blocks):
+    model = create_model(
+        "davit_tiny", num_classes=5, image_size=32, embed_dims=(8, 16), depths=(1, 1), num_heads=(1, 2)
+    )
+    freeze(model, count)
+    trained = [all(p.requires_grad for p in block.parameters()) for block in model.repeated_blocks()]
+    assert trained == [False] * (4 - blocks) + [True] * blocks
+
+
 def test_freeze_refuses_more_blocks_than_there_are():
     with pytest.raises(InputError, match=r"model.freeze 13 asks for more blocks than the network's 12"):
         freeze(network(), 13)

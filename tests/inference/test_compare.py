@@ -162,6 +162,17 @@ def test_compare_refuses_validation_images_that_the_other_may_have_trained_on(ma
     assert compare(a, b, split="all")[0].to_dict()["count"] == 39
 
 
+def test_compare_takes_all_of_a_folder_that_neither_knows_and_that_is_not_divided(make_run, flat_folder, capsys):
+    lines = []
+    result = compare_runs(
+        CompareOptions(run_a=str(make_run("a")), run_b=str(make_run("b", seed=1)), data=str(flat_folder), workers=0),
+        say=lines.append,
+    ).to_dict()
+    assert result["split"] == "all"
+    assert result["pairs"][0]["a"]["count"] == 39
+    assert any("comparing on all images" in line for line in lines)
+
+
 def test_compare_refuses_a_cut_that_is_no_longer_the_runs_own(make_run, flat_folder):
     a, b = make_run("a", data=flat_folder), make_run("b", data=flat_folder, seed=1)
     compare(a, b, split="val")

@@ -111,6 +111,11 @@ def test_timm_name_that_is_none_gives_the_nearest(hub_cache, tiny_vit):
         load_weights(tiny_vit(), "timm/vit_tyni_patch16_224")
 
 
+def test_timm_tag_that_is_none_gives_the_nearest(hub_cache, tiny_vit):
+    with pytest.raises(InputError, match=r"unknown timm weights resnet10t\.c9_in1k: did you mean resnet10t\.c3_in1k"):
+        load_weights(tiny_vit(), "timm/resnet10t.c9_in1k")
+
+
 def test_folder_of_that_name_goes_before_timm(tiny_vit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "timm" / "mine" / "model.safetensors", tiny_vit())

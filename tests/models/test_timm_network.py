@@ -68,6 +68,37 @@ def test_network_answers_to_every_name(name, size, settings, tmp_path):
     assert network.num_classes == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2, "image_size": 32}),
+        ("resnet10t", {"image_size": 32}),
+        ("efficientnet_b0", {"image_size": 32}),
+        ("beit_base_patch16_224", {"depth": 2, "embed_dim": 24, "num_heads": 2, "image_size": 32}),
+        ("swin_tiny_patch4_window7_224", {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 16, "image_size": 56}),
+        ("convnext_atto", {"image_size": 32}),
+    ],
+)
+def test_layers_are_grouped_as_timm_groups_them(name, settings):
+    network = create_model(f"timm/{name}", num_classes=5, **settings)
+    ours = group_parameters(network, network.group_matcher(), reverse=True)
+    theirs = group_parameters(network.net, network.net.group_matcher(), reverse=True)
+    assert {parameter.removeprefix("net."): depth for parameter, depth in ours.items()} == theirs
+
+
+def test_freezing_a_vit_of_timm_freezes_its_embeddings():
+    network = create_model("timm/vit_tiny_patch16_224", num_classes=5, image_size=32, depth=3)
+    freeze(network, 1)
+    trained = {name.split(".")[1] for name, p in network.named_parameters() if p.requires_grad}
+    assert trained == {"blocks", "norm", "head"}
+    assert [p.requires_grad for p in network.net.blocks[1].parameters()] == [False] * 12
+
+
+def test_network_of_several_heads_is_refused():
+    with pytest.raises(InputError, match=r"timm/deit_tiny_distilled_patch16_224 has several heads"):
+        create_model("timm/deit_tiny_distilled_patch16_224", num_classes=5, image_size=32, depth=1)
+
+
 def test_blocks_are_frozen_from_the_front():
     network = resnet()
     blocks = network.repeated_blocks()

@@ -1,7 +1,10 @@
 """Which device runs, and in which precision."""
 
-from typing import Literal
+import platform
+from typing import Any, Literal
 
+import numpy as np
+import PIL
 import torch
 
 from vitlab.errors import InputError
@@ -26,6 +29,20 @@ def resolve_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise InputError(f"device {name} is not on this machine ({count} of type {device.type}): use auto or cpu")
     return device
+
+
+def describe_machine() -> dict[str, Any]:
+    """Give what the last bits of a computation depend on: threads, the processor's instructions, versions, the GPU."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": platform.machine(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+    }
 
 
 def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:

@@ -2,25 +2,26 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vitlab.config import WeightsKind
+from vitlab.engine.device import describe_machine
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.objectives import Objective
 from vitlab.engine.run_folder import RunFolder
-from vitlab.engine.state import capture, drop_old_states, list_states, load_state, restore, save_state
-from vitlab.errors import Interrupted
+from vitlab.engine.state import capture, list_states, load_state, restore
+from vitlab.engine.state_writer import StateWriter
+from vitlab.errors import Interrupted, RunError
 from vitlab.models.network import Network
 
 if TYPE_CHECKING:
     from vitlab.engine.trainer import Trainer
-
-_KEEP_STATES = 2
 
 
 class SaveModel(Protocol):
@@ -41,12 +42,24 @@ class Keeper:
             from it must agree, and the preprocessing, which it takes over.
         save_model: writes a model file.
         every_steps: optimizer steps between states, besides the one at the end of each epoch.
+        every_minutes: minutes after the last state at which the next step saves one.
+        keep_states: how many states stay.
     """
 
     def __init__(
-        self, folder: RunFolder, *, run: dict[str, Any], save_model: SaveModel, every_steps: int | None
+        self,
+        folder: RunFolder,
+        *,
+        run: dict[str, Any],
+        save_model: SaveModel,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep_states: int = 2,
     ) -> None:
-        self.folder, self.run, self.save_model, self.every_steps = folder, run, save_model, every_steps
+        self.folder, self.run, self.save_model = folder, run, save_model
+        self.every_steps, self.every_minutes = every_steps, every_minutes
+        self.writer = StateWriter(folder.resume, keep=keep_states)
+        self._saved_at = time.monotonic()
         self._signal: int | None = None
 
     @contextmanager
@@ -56,13 +69,26 @@ class Keeper:
         try:
             before = {number: signal.signal(number, self._note_signal) for number in signals}
         except ValueError:  # Not the main thread: signals belong to whoever runs us.
-            yield
+            with self._writing():
+                yield
             return
         try:
-            yield
+            with self._writing():
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Wait at the end for a state that is being written; its failure counts where nothing else failed."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RunError):
+                self.writer.wait()
+            raise
+        self.writer.wait()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:
@@ -74,18 +100,25 @@ class Keeper:
     def started(self, trainer: "Trainer") -> None:
         """Save the state of step 0: it tells a run that ended in its first epoch from one that must not be touched."""
         self._save(trainer)
+        self.writer.wait()
 
     def step_ended(self, trainer: "Trainer", *, epoch_ends: bool) -> None:
         """Save a state where one is due; the end of an epoch saves its own after the evaluation.
 
         Raises:
             Interrupted: a signal came, and the state is saved.
+            RunError: a state could not be written.
         """
-        step = trainer.progress.step
+        self.writer.check()
         if self._signal is not None:
             raise self._interrupted(self._save(trainer))
-        if self.every_steps and step % self.every_steps == 0 and not epoch_ends:
+        if self._is_due(trainer.progress.step) and not epoch_ends:
             self._save(trainer)
+
+    def _is_due(self, step: int) -> bool:
+        if self.every_steps is not None and step % self.every_steps == 0:
+            return True
+        return self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
 
     def epoch_ended(self, trainer: "Trainer") -> None:
         """Save the state with which the next epoch begins."""
@@ -121,12 +154,18 @@ class Keeper:
                 save(self.folder.last)
         progress.stale = 0 if progress.best_step == progress.step else progress.stale + 1
 
-    def resume(self, trainer: "Trainer", path: Path) -> None:
-        """Put the trainer where a state stands."""
+    def resume(self, trainer: "Trainer", path: Path) -> list[str]:
+        """Put the trainer where a state stands.
+
+        Returns:
+            What is another here than where the state was made, and makes the last bits differ.
+        """
         tensors, record = load_state(path)
         trainer.progress = restore(
             tensors, record, trainer.objective, trainer.optimizer, trainer.scaler, trainer.averaged
         )
+        before, here = record["machine"], describe_machine()
+        return [f"{key} was {before.get(key)}, is {here[key]}" for key in here if before.get(key) != here[key]]
 
     def what_is_safe(self) -> str:
         """Name what a failure leaves to go on from."""
@@ -137,6 +176,7 @@ class Keeper:
 
     def _interrupted(self, state: Path) -> Interrupted:
         assert self._signal is not None
+        self.writer.wait()
         name, folder = signal.Signals(self._signal).name, self.folder.path
         return Interrupted(
             f"{name}: state saved in {state}; to go on: "
@@ -147,6 +187,7 @@ class Keeper:
         tensors, record = capture(
             trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress, trainer.averaged
         )
-        path = save_state(self.folder.resume, trainer.progress.step, tensors, {**record, "run": self.run})
-        drop_old_states(self.folder.resume, keep=_KEEP_STATES)
-        return path
+        step = trainer.progress.step
+        self.writer.start(step, tensors, {**record, "run": self.run, "machine": describe_machine()})
+        self._saved_at = time.monotonic()
+        return self.folder.resume / f"step-{step}"

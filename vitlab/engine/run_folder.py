@@ -23,6 +23,8 @@ _FREE = (
     "train.find_lr",
     "data.cache_dir",
     "train.checkpoint_every_steps",
+    "train.checkpoint_every_minutes",
+    "train.keep_states",
     "train.grad_checkpointing",
     "data.download",
     "data.root",  # where the images lie; the fingerprint tells whether they are the same
