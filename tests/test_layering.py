@@ -16,7 +16,8 @@ BELOW = {
     "inference": {"engine", "models", "data", "layers"},
     "assembly": {"engine", "models", "data"},
     "training": {"assembly", "engine", "models", "data"},
-    "commands": {"training", "inference", "engine", "models", "data"},
+    "replay": {"assembly", "engine", "models", "data"},
+    "commands": {"training", "replay", "inference", "engine", "models", "data"},
     "cli": set(),
     "__main__": {"cli", "commands"},
 }

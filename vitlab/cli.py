@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from vitlab.config import RunConfig, shipped_config
 from vitlab.errors import InputError, unknown_name
-from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions
+from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions, ReplayOptions
 
 DIGITS_RECIPE = "digits/vit.yaml"
 
@@ -44,6 +44,9 @@ COMMANDS = {
         help="Compare two runs on the same images.",
         options=CompareOptions,
         positionals=(("run_a", None), ("run_b", None)),
+    ),
+    "replay": Command(
+        help="Make a piece of a run again and compare the bits.", options=ReplayOptions, positionals=(("state", None),)
     ),
     "models": Command(help="List the networks, or propose some for a size of image.", options=ModelsOptions),
 }

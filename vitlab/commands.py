@@ -13,7 +13,7 @@ from rich.text import Text
 from vitlab.config import RunConfig
 from vitlab.disk import replacing
 from vitlab.errors import InputError
-from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions
+from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions, ReplayOptions
 from vitlab.text import printable, say
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vitlab.models.proposals import Proposal
 
 SKIPPED_SOME = 3
+DIFFERENT = 4
 
 
 def train(config: RunConfig) -> int:
@@ -125,6 +126,23 @@ def predict(options: PredictOptions) -> int:
     counts = [f"{result.count} images classified", f"{len(result.errors)} unreadable", f"{result.ignored} other files"]
     say(console, ", ".join(counts) + ("" if out is None else f": {out}"))
     return SKIPPED_SOME if result.errors else 0
+
+
+def replay(options: ReplayOptions) -> int:
+    """`vitlab replay`: make a piece of a run again, and say whether the bits agree."""
+    from vitlab.replay import replay as make_again
+
+    console = Console()
+    outcome = make_again(options.state, root=options.data)
+    for line in outcome.lines:
+        say(console, line)
+    if outcome.first_step == outcome.last_step:
+        verdict = "the step fails again, alike" if outcome.agrees else "the step does not fail as it did"
+    else:
+        steps = f"steps {outcome.first_step + 1} to {outcome.last_step}"
+        verdict = f"{steps}: " + ("all bits agree" if outcome.agrees else "the bits differ")
+    say(console, verdict)
+    return 0 if outcome.agrees else DIFFERENT
 
 
 def models(options: ModelsOptions) -> int:

@@ -6,7 +6,7 @@ Imports the standard library only (PyYAML where a file is read or written), so t
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from vitlab.checks import (
     is_number,
@@ -18,7 +18,7 @@ from vitlab.checks import (
     require_shares,
     require_values,
 )
-from vitlab.errors import InputError
+from vitlab.errors import InputError, unknown_name
 
 ResizeMode = Literal["crop", "squash", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
@@ -341,6 +341,23 @@ class RunConfig:
         """Give nested plain dictionaries and lists, as YAML and JSON hold them."""
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         return plain
+
+    @classmethod
+    def from_dict(cls, sections: dict[str, Any]) -> "RunConfig":
+        """Rebuild a configuration from `to_dict`.
+
+        Raises:
+            InputError: a section or a field is unknown, or a value does not fit.
+        """
+        built: dict[str, Any] = {}
+        for name, config in get_type_hints(cls).items():
+            values = dict(sections.get(name, {}))
+            known = get_type_hints(config)
+            for key in values:
+                if key not in known:
+                    raise unknown_name(f"field of {name}", key, known)
+            built[name] = config(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        return cls(**built)
 
     def to_yaml(self) -> str:
         """Give the configuration as YAML without what says where runs lie and how many: that does not change one."""

@@ -19,6 +19,10 @@ class RunError(RuntimeError):
     """The work failed on its way (disk full, non-finite loss); the message says what, and what is safe. Exit code 1."""
 
 
+class NonFinite(RunError):  # noqa: N818 - what it says of a number
+    """A loss or gradient is infinite or not a number."""
+
+
 class Interrupted(RuntimeError):  # noqa: N818 - an ending, not an error
     """A signal ended the run after its state was saved. Exit code 130."""
 

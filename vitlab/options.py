@@ -91,6 +91,16 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Make a piece of a run again and compare the bits."""
+
+    state: str
+    """RUN/resume/step-N: the steps up to the next kept state; or RUN/crash-N: the step that failed."""
+    data: str | None = None
+    """Where the images lie now; default: where they lay then."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
     """List the networks that can be trained, or propose some for a size of image."""
 

@@ -13,7 +13,8 @@ TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "optimizer.0.step": torch.te
 
 
 def test_state_comes_back_as_it_was(tmp_path):
-    path = save_state(tmp_path / "resume", 7, TENSORS, {"progress": {"step": 7}})
+    path = tmp_path / "resume" / "step-7"
+    save_state(path, TENSORS, {"progress": {"step": 7}})
     assert path == tmp_path / "resume" / "step-7"
     tensors, record = load_state(path)
     assert record["progress"] == {"step": 7}
@@ -23,14 +24,16 @@ def test_state_comes_back_as_it_was(tmp_path):
 
 
 def test_state_replaces_one_of_the_same_step(tmp_path):
-    save_state(tmp_path, 7, TENSORS, {"round": 1})
-    path = save_state(tmp_path, 7, TENSORS, {"round": 2})
+    save_state(tmp_path / "step-7", TENSORS, {"round": 1})
+    path = tmp_path / "step-7"
+    save_state(path, TENSORS, {"round": 2})
     assert load_state(path)[1]["round"] == 2
 
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
 def test_state_names_damage(tmp_path, name):
-    path = save_state(tmp_path, 1, TENSORS, {})
+    path = tmp_path / "step-1"
+    save_state(path, TENSORS, {})
     whole = (path / name).read_bytes()
     (path / name).write_bytes(whole[:-5])
     with pytest.raises(InputError, match=r"step-1 is (incomplete or )?damaged"):
@@ -41,7 +44,8 @@ def test_state_names_damage(tmp_path, name):
 
 
 def test_state_notices_one_flipped_bit_in_its_tensors(tmp_path):
-    path = save_state(tmp_path, 1, TENSORS, {})
+    path = tmp_path / "step-1"
+    save_state(path, TENSORS, {})
     data = bytearray((path / "tensors.safetensors").read_bytes())
     data[-3] ^= 4
     (path / "tensors.safetensors").write_bytes(data)
@@ -50,7 +54,8 @@ def test_state_notices_one_flipped_bit_in_its_tensors(tmp_path):
 
 
 def test_state_notices_one_changed_digit_in_its_record(tmp_path):
-    path = save_state(tmp_path, 1, TENSORS, {"progress": {"step": 8, "loss_sum": 0.1}})
+    path = tmp_path / "step-1"
+    save_state(path, TENSORS, {"progress": {"step": 8, "loss_sum": 0.1}})
     text = (path / "state.json").read_text()
     for old, new in (('"step": 8', '"step": 9'), ("0.1", "0.3"), ('"step"', '"stEp"')):
         (path / "state.json").write_text(text.replace(old, new))
@@ -62,7 +67,8 @@ def test_state_notices_one_changed_digit_in_its_record(tmp_path):
 
 
 def test_state_of_a_newer_format_says_so(tmp_path):
-    path = save_state(tmp_path, 1, TENSORS, {})
+    path = tmp_path / "step-1"
+    save_state(path, TENSORS, {})
     record = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**record, "format": 99}))
     with pytest.raises(InputError, match="has format 99, and this vitlab goes on from 2 alone"):
@@ -71,13 +77,13 @@ def test_state_of_a_newer_format_says_so(tmp_path):
 
 def test_a_failed_save_leaves_nothing_under_a_states_name(tmp_path):
     with pytest.raises(TypeError):
-        save_state(tmp_path, 1, TENSORS, {"not json": object()})
+        save_state(tmp_path / "step-1", TENSORS, {"not json": object()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_states_are_listed_newest_first_and_dropped_oldest_first(tmp_path):
     for step in (9, 100, 20):
-        save_state(tmp_path, step, TENSORS, {})
+        save_state(tmp_path / f"step-{step}", TENSORS, {})
     (tmp_path / ".step-200.1").mkdir()
     assert [path.name for path in list_states(tmp_path)] == ["step-100", "step-20", "step-9"]
     drop_old_states(tmp_path, keep=2)
@@ -101,7 +107,8 @@ def test_state_holds_whatever_an_optimizer_keeps(tmp_path):
     kept = {"Q": [torch.ones(2), (torch.zeros(1), None)], "seen": True}
     optimizer.state[network.weight] = kept
     tensors, record = capture(objective, optimizer, scaler, Progress(step=7, best_rank=(0.5, -1.0)))
-    tensors, record = load_state(save_state(tmp_path, 7, tensors, record))
+    save_state(tmp_path / "step-7", tensors, record)
+    tensors, record = load_state(tmp_path / "step-7")
     objective, optimizer, scaler = build()
     progress = restore(tensors, record, objective, optimizer, scaler)
     assert progress == Progress(step=7, best_rank=(0.5, -1.0))
@@ -116,4 +123,4 @@ def test_state_holds_whatever_an_optimizer_keeps(tmp_path):
 def test_state_that_cannot_be_written_says_what_is_whole(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RunError, match=r"cannot write the state .*file/step-3: .*; the states before it are whole"):
-        save_state(tmp_path / "file", 3, TENSORS, {})
+        save_state(tmp_path / "file" / "step-3", TENSORS, {})

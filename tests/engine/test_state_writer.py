@@ -31,12 +31,11 @@ def test_tensors_changed_after_the_start_do_not_reach_the_file(tmp_path):
 def test_one_write_at_a_time_and_the_next_waits(tmp_path):
     running, most = [], []
 
-    def noted(folder, step, tensors, record):
-        running.append(step)
+    def noted(path, tensors, record):
+        running.append(path)
         most.append(len(running))
-        path = save_state(folder, step, tensors, record)
-        running.remove(step)
-        return path
+        save_state(path, tensors, record)
+        running.remove(path)
 
     writer = StateWriter(tmp_path, keep=10, save=noted)
     for step in range(8):

@@ -1,5 +1,6 @@
 """What a run saves, and when: model files, resume states, and the state on a signal."""
 
+import math
 import os
 import signal
 import time
@@ -10,14 +11,18 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor
+
 from vitlab.config import WeightsKind
+from vitlab.data.loader import Batch
 from vitlab.engine.device import describe_machine
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.objectives import Objective
 from vitlab.engine.run_folder import RunFolder
-from vitlab.engine.state import capture, list_states, load_state, restore
+from vitlab.engine.state import capture, list_states, load_state, restore, save_state
 from vitlab.engine.state_writer import StateWriter
-from vitlab.errors import Interrupted, RunError
+from vitlab.errors import Interrupted, NonFinite, RunError
 from vitlab.models.network import Network
 
 if TYPE_CHECKING:
@@ -167,6 +172,26 @@ class Keeper:
         before, here = record["machine"], describe_machine()
         return [f"{key} was {before.get(key)}, is {here[key]}" for key in here if before.get(key) != here[key]]
 
+    def failed(self, trainer: "Trainer", micro_batches: list[Batch], failure: NonFinite) -> RunError:
+        """Keep the step that failed, with the state before it, for `vitlab replay`, and give the error to raise."""
+        step = trainer.progress.step
+        path = self.folder.path / f"crash-{step + 1}"
+        crash = {
+            "what": str(failure),
+            "indices": [batch.indices.tolist() for batch in micro_batches],
+            "gradient_norms": gradient_norms(trainer.objective.network),
+        }
+        safe = self.what_is_safe()
+        try:
+            self.writer.wait()
+            save_state(path, *self._snapshot(trainer, crash=crash))
+            kept = f"vitlab replay {path} makes it again"
+        except RunError as error:
+            kept = f"the step could not be kept ({error})"
+        return RunError(
+            f"{failure}: {safe}. Lower optim.lr, lengthen optim.warmup_steps, or set optim.clip_grad 1; {kept}"
+        )
+
     def what_is_safe(self) -> str:
         """Name what a failure leaves to go on from."""
         kept = [path for path in (self.folder.best, self.folder.last) if path.exists()]
@@ -184,10 +209,29 @@ class Keeper:
         )
 
     def _save(self, trainer: "Trainer") -> Path:
+        step = trainer.progress.step
+        self.writer.start(step, *self._snapshot(trainer))
+        self._saved_at = time.monotonic()
+        return self.folder.resume / f"step-{step}"
+
+    def _snapshot(self, trainer: "Trainer", **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Give the live tensors and the record of where the trainer stands."""
         tensors, record = capture(
             trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress, trainer.averaged
         )
-        step = trainer.progress.step
-        self.writer.start(step, tensors, {**record, "run": self.run, "machine": describe_machine()})
-        self._saved_at = time.monotonic()
-        return self.folder.resume / f"step-{step}"
+        return tensors, {**record, "run": self.run, "machine": describe_machine(), **more}
+
+
+def gradient_norms(network: Network) -> dict[str, float | str]:
+    """Give the norm of the gradient of each block, and of what lies outside blocks; text where it is not finite."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    parts = {f"block {number}": list(block.parameters()) for number, block in enumerate(network.repeated_blocks())}
+    inside = {id(parameter) for parameters in parts.values() for parameter in parameters}
+    for parameter in network.parameters():
+        if id(parameter) not in inside:
+            parts.setdefault(names[id(parameter)].split(".")[0], []).append(parameter)
+    norms: dict[str, float | str] = {}
+    for name, parameters in parts.items():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+        norms[name] = norm if math.isfinite(norm) else str(norm)
+    return norms

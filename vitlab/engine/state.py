@@ -152,15 +152,15 @@ def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
     return items if kind == "list" else tuple(items)
 
 
-def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> Path:
-    """Write a state as folder/step-N; one of that name that is there already is replaced.
+def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+    """Write a state as the folder `path`; one that is there already is replaced.
 
     Raises:
         RunError: it cannot be written; the states before it are whole.
     """
-    final, aside, old = (folder / f"{prefix}step-{step}" for prefix in ("", ".new-", ".old-"))
+    aside, old = (path.with_name(f"{prefix}{path.name}") for prefix in (".new-", ".old-"))
     try:
-        folder.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -170,20 +170,19 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], record: dict
         digests = {"tensors": digest, "record": _digest(record)}
         text = json.dumps({"format": FORMAT, "sha256": digests, "record": record}, indent=1)
         (aside / "state.json").write_text(text, encoding="utf-8")
-        for path in (aside / "tensors.safetensors", aside / "state.json", aside):
-            flush(path)
-        if final.exists():
+        for written in (aside / "tensors.safetensors", aside / "state.json", aside):
+            flush(written)
+        if path.exists():
             shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        aside.rename(final)
-        flush(folder)
+            path.rename(old)
+        aside.rename(path)
+        flush(path.parent)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"cannot write the state {final}: {reason}; the states before it are whole") from error
+        raise RunError(f"cannot write the state {path}: {reason}; the states before it are whole") from error
     finally:
-        for path in (aside, old):
-            shutil.rmtree(path, ignore_errors=True)
-    return final
+        for left in (aside, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -25,7 +25,7 @@ class StateWriter:
         folder: Path,
         *,
         keep: int,
-        save: Callable[[Path, int, dict[str, Tensor], dict[str, Any]], Path] = save_state,
+        save: Callable[[Path, dict[str, Tensor], dict[str, Any]], None] = save_state,
     ) -> None:
         self.folder, self.keep, self._save = folder, keep, save
         self._copies: dict[str, Tensor] = {}
@@ -73,7 +73,7 @@ class StateWriter:
 
     def _write(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         try:
-            self._save(self.folder, step, tensors, record)
+            self._save(self.folder / f"step-{step}", tensors, record)
             drop_old_states(self.folder, keep=self.keep)
         except BaseException as error:  # raised again where training sees it
             self._error = error

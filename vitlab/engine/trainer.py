@@ -25,7 +25,7 @@ from vitlab.engine.monitor import Monitor, StepReport
 from vitlab.engine.objectives import Objective
 from vitlab.engine.optim import build_ema, set_lr
 from vitlab.engine.state import Progress
-from vitlab.errors import InputError, RunError
+from vitlab.errors import InputError, NonFinite, RunError
 from vitlab.models.network import device_of
 from vitlab.seeds import derive_seed
 
@@ -127,7 +127,10 @@ class Trainer:
         asked = time.perf_counter()
         for micro_batches in _groups(batches, self.config.accumulate):
             data_wait = time.perf_counter() - asked
-            report = self.train_step(micro_batches)
+            try:
+                report = self.train_step(micro_batches)
+            except NonFinite as failure:
+                raise self.keeper.failed(self, micro_batches, failure) from None
             duration = time.perf_counter() - asked
             self.monitor.step(self.progress, replace(report, data_wait=data_wait / duration, duration_s=duration))
             at_end = self.progress.batch == len(self.data.train) or self.progress.step == self.total_steps
@@ -214,10 +217,7 @@ class Trainer:
         # A loss scaler skips the step of an overflown gradient and lowers its scale; without one it is the end.
         if not math.isfinite(loss_sum) or not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
             what = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"gradient norm is {grad_norm}"
-            raise RunError(
-                f"{what} at step {step}: {self.keeper.what_is_safe()}. "
-                "Lower optim.lr, lengthen optim.warmup_steps, or set optim.clip_grad 1"
-            )
+            raise NonFinite(f"{what} at step {step}")
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
