@@ -12,6 +12,7 @@ from vitlab.assembly import build_data, build_network, build_preprocess, build_t
 from vitlab.data.datasets import load_dataset
 from vitlab.engine.optim import lr_at
 from vitlab.engine.run_folder import RunFolder
+from vitlab.errors import InputError
 
 
 @pytest.fixture
@@ -130,3 +131,24 @@ def test_freeze_reaches_the_network(build, what):
     assert {"head.weight", "head.bias"} <= names
     assert not any(name.startswith("blocks.0.") for name in names)
     assert any(name.startswith("blocks.1.") for name in names) == (what == 1)
+
+
+@pytest.mark.parametrize(("batch_size", "better"), [(1, 3), (19, 20)])
+def test_batch_of_one_is_refused_where_norms_need_more(build, batch_size, better):
+    shape = {"model__name": "timm/resnet10t", "model__image_size": 32, "model__overrides": {}}
+    with pytest.raises(InputError, match=rf"train.batch_size {batch_size} leaves a batch of one .* give {better}$"):
+        build(train__batch_size=batch_size, **shape)
+    assert build(train__batch_size=better, **shape)
+    assert build(train__batch_size=batch_size)
+
+
+def test_one_class_is_refused(build, color_folder, tmp_path):
+    import gzip
+
+    for part, count in (("train", 6), ("t10k", 2)):
+        images = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (count, 8, 8)) + bytes(64 * count)
+        labels = bytes([0, 0, 8, 1]) + count.to_bytes(4, "big") + bytes([7]) * count
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    with pytest.raises(InputError, match="has only one class, 7: there is nothing to tell apart"):
+        build(data__root=str(tmp_path))

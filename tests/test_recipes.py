@@ -230,6 +230,12 @@ def test_options_that_undo_each_other_are_refused(tiny_run):
         )
 
 
+def test_seeds_do_not_go_into_the_folder_of_a_run(tiny_run, finished_run):
+    with pytest.raises(InputError, match=r"holds a run of one seed: give another folder for several"):
+        run_training(tiny_run(train__run_dir=str(finished_run), train__seeds=(1, 2)))
+    assert not list(finished_run.glob("seed-*"))
+
+
 def test_seeds_leave_no_empty_folder_behind(tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="does not exist"):

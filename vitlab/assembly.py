@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
 
 from vitlab.config import DataConfig, RunConfig, WeightsKind
 from vitlab.data.augment import Mixer, TrainTransform
@@ -50,6 +52,8 @@ def build_network(
         The network, and what the weights that it starts from state of their preprocessing.
     """
     K = len(dataset.classes)
+    if K < 2:
+        raise InputError(f"{config.data.root} has only one class, {dataset.classes[0]}: there is nothing to tell apart")
     for field, option in _OWN_OPTIONS.items():
         if field in config.model.overrides:
             raise InputError(f"model.overrides.{field} has an option of its own: give {option}")
@@ -73,10 +77,24 @@ def build_network(
         report = load_weights(network, config.model.weights)
         stated = report.preprocess
         say(console, report.summary())
+    _check_batches(config, network, len(dataset.splits["train"]))
     freeze(network, config.model.freeze)
     if config.train.grad_checkpointing:
         network.set_grad_checkpointing()
     return network, stated
+
+
+def _check_batches(config: RunConfig, network: Network, num_images: int) -> None:
+    """Raise InputError where a batch of one image would meet a norm over the batch, which has no variance there."""
+    batch_size = config.train.batch_size
+    if num_images % batch_size == 1 or batch_size == 1:
+        norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if norms:
+            better = next(size for size in count(batch_size + 1) if num_images % size != 1)
+            raise InputError(
+                f"train.batch_size {batch_size} leaves a batch of one of {num_images} training images, and "
+                f"{config.model.name} normalises over batches: give {better}"
+            )
 
 
 def build_preprocess(config: DataConfig, network: Network, stated: Mapping[str, Any]) -> Preprocess:

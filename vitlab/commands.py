@@ -1,6 +1,7 @@
 """What each command does: build the parts from its options, run them, say what came out."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,13 @@ def _check_outputs(*, json: str | None, confusion: str | None = None) -> None:
     for name, path, suffix in (("json", json, ".json"), ("confusion", confusion, ".png")):
         if path is not None and (Path(path).suffix.lower() != suffix or Path(path).is_dir()):
             raise InputError(f"--{name} is {path}: give a file that ends in {suffix}")
+        if path is not None:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"--{name} {path} cannot be written ({error.strerror}): give another place") from None
+            if not os.access(Path(path).parent, os.W_OK):
+                raise InputError(f"--{name} {path} cannot be written, its folder is read-only: give another place")
 
 
 def _write_json(console: Console, path: str | None, result: dict[str, Any]) -> None:

@@ -64,9 +64,13 @@ def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console) -> P
         raise InputError(
             f"train.resume {config.train.resume} is one run's, and train.seeds makes several: leave it out"
         )
+    run_dir = config.train.run_dir
+    if run_dir is not None and RunFolder(Path(run_dir)).config.exists():
+        raise InputError(f"train.run_dir {run_dir} holds a run of one seed: give another folder for several")
     parent = Path(config.train.run_dir) if config.train.run_dir else fresh_run_folder(Path("runs"), _stem(config)).path
     metrics = []
-    say(console, f"{len(seeds)} runs in {parent}; after a stop the same command goes on with --train.run_dir {parent}")
+    hint = "" if run_dir else f"; after a stop the same command goes on with --train.run_dir {parent}"
+    say(console, f"{len(seeds)} runs in {parent}{hint}")
     try:
         for seed in seeds:
             folder = parent / f"seed-{seed}"

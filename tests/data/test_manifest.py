@@ -256,3 +256,11 @@ def test_load_dataset_hints_at_a_manifest_in_the_folder(tmp_path, write_image):
         load(tmp_path)
     with pytest.raises(InputError, match=r"gone\.csv does not exist: .*a \.csv or \.jsonl manifest"):
         load(tmp_path / "gone.csv")
+
+
+def test_manifest_of_a_folder_has_the_folders_fingerprint(color_folder, tmp_path):
+    rows = [f"{path},{path.parent.name},{path.parent.parent.name}" for path in sorted(color_folder.rglob("*.png"))]
+    manifest = tmp_path / "all.csv"
+    manifest.write_text("path,label,split\n" + "\n".join(reversed(rows)))
+    of_folder, of_manifest = (load_dataset(root, val_fraction=0.1, seed=0) for root in (color_folder, manifest))
+    assert fingerprint(of_folder) == fingerprint(of_manifest)

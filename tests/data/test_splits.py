@@ -132,8 +132,8 @@ def test_array_split_reads_copies_and_subsets():
 
 
 def test_file_split_of_classes_labels_in_the_mappings_order():
-    split = FileSplit.of_classes("val", {"b": ["b/1", "b/2"], "empty": [], "a": ["a/1"]}, "root")
-    assert (split.name, split.paths, split.root) == ("val", ["b/1", "b/2", "a/1"], "root")
+    split = FileSplit.of_classes("val", {"b": ["b/1", "b/2"], "empty": [], "a": ["a/1"]})
+    assert (split.name, split.paths) == ("val", ["b/1", "b/2", "a/1"])
     assert split.labels.tolist() == [0, 0, 2]
     assert split.labels.dtype == np.int64
 
@@ -143,7 +143,7 @@ def test_stamps_change_with_place_size_and_time_of_a_file(tmp_path, write_image,
     monkeypatch.chdir(tmp_path)
 
     def stamp(path):
-        return next(FileSplit(name="val", labels=np.array([0]), paths=[str(path)], root=str(tmp_path)).stamps())
+        return next(FileSplit(name="val", labels=np.array([0]), paths=[str(path)]).stamps())
 
     first = stamp(path)
     assert stamp("a.png") == stamp("../" + tmp_path.name + "/a.png") == first
@@ -174,7 +174,7 @@ def test_file_split_reads_files_and_reports_bad_ones(tmp_path, write_image):
 
 def file_fingerprint(root):
     paths = sorted(map(str, root.rglob("*.png")))
-    split = FileSplit(name="val", labels=np.arange(len(paths)) % 2, paths=paths, root=str(root))
+    split = FileSplit(name="val", labels=np.arange(len(paths)) % 2, paths=paths)
     return fingerprint(split)
 
 

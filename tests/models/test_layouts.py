@@ -229,3 +229,14 @@ def test_half_matching_file_lists_what_is_missing_and_left_over(tiny_swin):
 def test_weights_of_another_family_do_not_load(tiny_swin, tiny_davit):
     with pytest.raises(InputError, match=r"the weights \(timm names\) do not fit the network: missing: patch_embed"):
         load_weights(tiny_swin(), tiny_davit().state_dict())
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-60], lambda data: data[:400] + b"????" + data[404:], lambda _: b"PK"]
+)
+def test_damaged_npz_is_refused(damage, tiny_vit, tmp_path):
+    path = tmp_path / "vit.npz"
+    np.savez_compressed(path, **google_arrays(tiny_vit()))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(InputError, match=r"vit\.npz is damaged, or no \.npz of plain arrays|do not fit"):
+        load_weights(tiny_vit(), path)

@@ -122,6 +122,7 @@ def test_native_size_is_timms():
         ("timm/resnet18", {"depht": 3}, "timm/resnet18 cannot be built: .*depht"),
         ("timm/vit_tiny_patch16_224", {"image_size": 30}, "image height 30 is not a multiple of patch size 16"),
         ("timm/resnet18", {"image_size": (0, 4)}, "image_size is .* give a side"),
+        ("timm/inception_v3", {"image_size": 32}, "timm/inception_v3 does not take images of 32 x 32 pixels"),
     ],
 )
 def test_create_model_refuses(name, settings, line):

@@ -267,7 +267,7 @@ def test_load_weights_refuses_a_cut_checkpoint(source, tiny_vit, tmp_path):
 def test_load_weights_refuses_what_holds_no_state_dict(content, tiny_vit, tmp_path):
     path = tmp_path / "odd.pth"
     torch.save(content, path)
-    with pytest.raises(InputError, match=r"holds a list|no tensors"):
+    with pytest.raises(InputError, match=r"holds a list|no tensors|no named tensors of plain numbers: lr"):
         load_weights(tiny_vit(), path)
 
 
@@ -275,3 +275,30 @@ def test_load_weights_refuses_what_holds_no_state_dict(content, tiny_vit, tmp_pa
 def test_load_weights_names_a_file_that_is_not_there(name, tiny_vit):
     with pytest.raises(InputError, match=f"^no such file or run folder: {name}$"):
         load_weights(tiny_vit(), name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda state: {1: state["norm.weight"]}, "no named tensors of plain numbers: 1"),
+        (lambda state: {**state, "norm.weight": state["norm.weight"].to_sparse()}, "plain numbers: norm.weight"),
+        (lambda state: {**state, "norm.weight": state["norm.weight"] + 1j}, "plain numbers: norm.weight"),
+        (lambda state: {**state, "norm.weight": state["norm.weight"].to("meta")}, "plain numbers: norm.weight"),
+        (lambda state: {**state, "norm.weight": state["norm.weight"] * torch.nan}, "not finite: norm.weight"),
+        (lambda state: {**state, "norm.weight": state["norm.weight"].long()}, "not finite: norm.weight"),
+    ],
+)
+def test_load_weights_refuses_odd_tensors_and_changes_nothing(spoil, message, source, tiny_vit):
+    network = tiny_vit()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(InputError, match=message):
+        load_weights(network, spoil(dict(source.state_dict())))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_load_weights_says_how_a_model_file_was_built(source, tiny_vit, tmp_path):
+    path = write_model_file(tmp_path / "source.safetensors", source)
+    with pytest.raises(
+        InputError, match=r"theirs has depth 2 \(here 3\), pool cls \(here mean\): give the same in model"
+    ):
+        load_weights(tiny_vit(depth=3, pool="mean"), path)

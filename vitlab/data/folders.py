@@ -35,7 +35,7 @@ class ClassFolders:
 
     def split(self, name: str) -> FileSplit:
         """Give the images as a split whose labels follow the folder's own class order."""
-        return FileSplit.of_classes(name, self.images, self.folder)
+        return FileSplit.of_classes(name, self.images)
 
     def notes(self) -> list[str]:
         """Say what was left out."""

@@ -42,7 +42,7 @@ class Manifest:
 
     def part(self, name: str) -> FileSplit:
         """Give the images of a part, their labels in its own class order."""
-        return FileSplit.of_classes(name, self.parts[name], self.path.parent)
+        return FileSplit.of_classes(name, self.parts[name])
 
 
 def is_manifest(path: Path) -> bool:
@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> Manifest:
     for line, cells in rows:
         row = _checked_row(cells, line, path)
         others |= dict.fromkeys(name for name in cells if name not in _COLUMNS)
-        first = seen.setdefault(os.path.normpath(row.image), row)
+        first = seen.setdefault(os.path.realpath(row.image), row)
         if first is row:
             parts.setdefault(row.split, {}).setdefault(row.label, []).append(row.image)
         else:

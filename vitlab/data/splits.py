@@ -63,18 +63,14 @@ class Split(abc.ABC):
 class FileSplit(Split):
     """Images in files, which `paths` names."""
 
-    root: str = ""
-    """Folder against which the fingerprint takes the paths, so that a moved data set stays the same."""
-
     @classmethod
-    def of_classes(cls, name: str, images: Mapping[str, Sequence[str]], root: str | os.PathLike[str]) -> "FileSplit":
+    def of_classes(cls, name: str, images: Mapping[str, Sequence[str]]) -> "FileSplit":
         """Give the paths of each class, class after class, with labels in the mapping's order."""
         sizes = [len(paths) for paths in images.values()]
         return cls(
             name=name,
             labels=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
             paths=[path for paths in images.values() for path in paths],
-            root=os.fspath(root),
         )
 
     def read(self, index: int) -> NDArray[np.uint8]:
@@ -86,13 +82,13 @@ class FileSplit(Split):
         return replace(self, name=name, labels=self.labels[rows], paths=[self.paths[row] for row in rows])
 
     def identity(self) -> Iterator[bytes]:
-        """Give relative path and size in bytes; opening every file would cost an epoch."""
+        """Give name and size in bytes, in a folder or a manifest alike; opening every file would cost an epoch."""
         for path in self.paths:
             try:
                 size = os.path.getsize(path)
             except OSError:  # a broken link is listed, and reported when it is read
                 size = -1
-            yield f"{os.path.relpath(path, self.root or None)}\0{size}".encode("utf-8", "surrogateescape")
+            yield f"{os.path.basename(path)}\0{size}".encode("utf-8", "surrogateescape")
 
     def stamps(self) -> Iterator[bytes]:
         """Give absolute path, size in bytes and time of the last change; two data sets may have names alike."""
@@ -268,7 +264,7 @@ def fingerprint(source: Dataset | Split) -> dict[str, Any]:
 
     Returns:
         `counts` and `sha256` by split name, and for a data set `classes`. The hash covers labels and, of files, the
-        relative path and size; of arrays, every pixel. It does not depend on where the data set lies.
+        name and size; of arrays, every pixel. It does not depend on where the data set lies.
     """
     splits = list(source.splits.values()) if isinstance(source, Dataset) else [source]
     record: dict[str, Any] = {"classes": list(source.classes)} if isinstance(source, Dataset) else {}

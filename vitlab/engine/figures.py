@@ -77,7 +77,7 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
     if values:
         _mark_best(top1, steps + ema_steps, values + ema_values)
     if ema_values:
-        top1.legend(frameon=False, loc="lower center")
+        top1.legend(frameon=False, loc="upper left")
 
     _curve(rate, records, "train/lr", color=GREEN)
     _finish_panel(rate, title="Learning rate", unit="per step")

@@ -215,14 +215,15 @@ def _default_split(model: ModelFile, data: str, say: _Say) -> SplitName:
     """Choose the test split; else validation; else, of images that are not divided and not the model's own, all."""
     try:
         read_split(model, data, "test")
-    except InputError as error:
+    except InputError:
         val = read_split(model, data, "val")  # where that is missing too, it says what is wrong
         if val.split.is_cut and not val.is_own:
             with suppress(InputError):
                 read_split(model, data, "all")
-                say(f"no test split ({error}): comparing on all images")
+                say(f"{data} has no test split: comparing on all images")
                 return "all"
-        say(f"no test split ({error}): comparing on val, which chose each run's epoch: both scores are a little high")
+        bias = ", which chose the epoch of a run that validated on it: its score is a little high"
+        say(f"{data} has no test split: comparing on val{bias if val.is_own else ''}")
         return "val"
     return "test"
 

@@ -72,6 +72,8 @@ class DaViTConfig:
         require_positive(self, "image_size", "in_channels", "num_classes", "stem_stride", "window_size", "mlp_ratio")
         require_positive(self, "embed_dims", "depths", "num_heads")
         require_fractions(self, "drop_rate", "drop_path_rate")
+        # Of one pixel the stem's gradient in torch is now and then not a number.
+        require(min(to_pair(self.image_size)) > 1, f"image_size is {self.image_size}: give 2 pixels or more a side")
         require(self.stem_stride <= _STEM_SIZE, f"stem_stride is {self.stem_stride}: give at most {_STEM_SIZE}")
         stages = len(self.embed_dims)
         for name in ("depths", "num_heads"):

@@ -88,6 +88,8 @@ def checkpoint_path(path: str | Path) -> Path:
     if path.is_dir():
         best = path / "best.safetensors"
         if not best.is_file():
+            if seeds := sorted(path.parent.name for path in path.glob("seed-*/best.safetensors")):
+                raise InputError(f"{path} holds runs of several seeds: give one of them, such as {path / seeds[0]}")
             raise InputError(
                 f"{path} holds no best.safetensors: give a model file, or the folder of a run that saved one"
             )

@@ -146,9 +146,10 @@ def _fetch(name: str, repository: str) -> str:
 def _read_npz(path: Path) -> Mapping[str, Any]:
     """Open Google's arrays; pickled objects in them are refused."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # numpy leaves a file that it opened itself open where it is no archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return from_google({name: torch.from_numpy(arrays[name]) for name in arrays.files})
-    except (ValueError, OSError, TypeError, EOFError, KeyError) as error:
+    except Exception as error:  # damaged archives make zipfile, zlib and numpy raise nearly anything
         raise InputError(f"{path} is damaged, or no .npz of plain arrays ({error}): take another copy") from error
 
 

@@ -1,9 +1,11 @@
 """Any network of timm behind the face that the engine knows."""
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitlab.errors import InputError, unknown_name
@@ -52,6 +54,7 @@ class TimmNetwork(Network):
         self.net = _build(name.removeprefix(PREFIX), settings, size)
         self.image_size = size or _native_size(self.net)
         _refuse_cropping(self.net, self.image_size)
+        _try_shapes(self.net, in_channels, self.image_size, name)
         if not isinstance(self.net.get_classifier(), nn.Module):
             raise InputError(f"{name} has several heads, which nothing here trains: take the network with one")
 
@@ -156,6 +159,20 @@ def _refuse_cropping(net: Any, size: tuple[int, int]) -> None:
     patch = getattr(embed, "patch_size", None)
     if patch is not None and not getattr(embed, "dynamic_img_pad", False):
         check_divides(size, to_pair(tuple(patch) if isinstance(patch, list | tuple) else patch))
+
+
+def _try_shapes(net: nn.Module, channels: int, size: tuple[int, int], name: str) -> None:
+    """Raise InputError where the network's strides leave nothing of such an image; on shapes alone, without numbers."""
+    try:
+        with torch.no_grad():
+            copy.deepcopy(net).to("meta").eval()(torch.empty(1, channels, *size, device="meta"))
+    except NotImplementedError:  # an operation that torch knows only with numbers
+        return
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"{name} does not take images of {size[0]} x {size[1]} pixels ({reason}): give others"
+        ) from error
 
 
 def _under_net(pattern: Any) -> Any:

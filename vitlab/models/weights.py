@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitlab.errors import InputError
@@ -23,6 +24,8 @@ _NESTS = ("state_dict", "model")
 _WRAPPERS = ("module.", "_orig_mod.")
 # Counts its updates beside the averaged weights in a state of torch's AveragedModel.
 _NOT_WEIGHTS = ("n_averaged",)
+# Fields of a config in which source and network may differ.
+_FREE_FIELDS = frozenset({"num_classes", "image_size", "in_channels", "drop_rate", "drop_path_rate"})
 _BIAS_TABLE = "relative_position_bias_table"
 _PATCH_KERNEL = "patch_embed.proj.weight"
 
@@ -89,7 +92,7 @@ def load_weights(model: Network, source: Mapping[str, Any] | str | Path) -> Weig
     resized = _resample(state, own_state, _grid(model.config_dict()), source_grid=_grid(config or {}))
     resized += _resample_windows(state, model) + _resample_kernel(state, own_state)
     expected = {name: tensor for name, tensor in own_state.items() if not (fresh_head and name in head)}
-    _require_match(state, expected, layout)
+    _require_match(state, expected, layout, _other_build(model, config))
     if fresh_head:
         model.reset_classifier(model.num_classes)
     model.load_state_dict(state, strict=False)
@@ -109,11 +112,17 @@ def _unnest(entries: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, .
     while nest := next((name for name in _NESTS if isinstance(entries.get(name), Mapping)), None):
         beside += tuple(name for name in entries if name != nest)
         entries = entries[nest]
-    others = [str(name) for name, value in entries.items() if not isinstance(value, Tensor)]
+    others = [str(name) for name, value in entries.items() if not _is_plain(name, value)]
     if others or not entries:
-        held = f"entries that are no tensors: {_listing(others)}" if others else "no tensors"
+        held = f"entries that are no named tensors of plain numbers: {_listing(others)}" if others else "no tensors"
         raise InputError(f"the weights hold {held}; give a state dict, bare or under {' or '.join(_NESTS)}")
     return entries, beside
+
+
+def _is_plain(name: object, value: object) -> bool:
+    if not isinstance(name, str) or not isinstance(value, Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_meta and not value.is_complex()
 
 
 def _strip_wrappers(entries: Mapping[str, Tensor]) -> State:
@@ -213,8 +222,18 @@ def _grid(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return height // patch_height, width // patch_width
 
 
-def _require_match(state: State, expected: State, layout: str) -> None:
-    """Raise InputError that lists what is missing, what is left over and what has another shape."""
+def _other_build(model: Network, config: Mapping[str, Any] | None) -> str:
+    """Say in which fields a network of ours was built otherwise than the one that takes its weights."""
+    own = model.config_dict()
+    differing = [name for name in config or {} if name not in _FREE_FIELDS and own.get(name) != (config or {})[name]]
+    if not differing:
+        return "build it as theirs was built"
+    fields = ", ".join(f"{name} {(config or {})[name]} (here {own.get(name)})" for name in differing)
+    return f"theirs has {fields}: give the same in model.overrides, or begin from its run with --config RUN/config.yaml"
+
+
+def _require_match(state: State, expected: State, layout: str, remedy: str) -> None:
+    """Raise InputError that lists what is missing, what is left over and what has another shape or no finite values."""
     shapes = [
         f"{name} is {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
         for name, tensor in state.items()
@@ -224,10 +243,19 @@ def _require_match(state: State, expected: State, layout: str) -> None:
         "missing": [name for name in expected if name not in state],
         "unexpected": [name for name in state if name not in expected],
         "of another shape": shapes,
+        "of whole numbers or not finite": [
+            name
+            for name, tensor in state.items()
+            if name in expected and expected[name].is_floating_point() and not _is_finite(tensor)
+        ],
     }
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {_listing(names)}" for fault, names in faults.items() if names)
-        raise InputError(f"the weights ({layout} names) do not fit the network: {listed}; build it as theirs was built")
+        raise InputError(f"the weights ({layout} names) do not fit the network: {listed}; {remedy}")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def _listing(names: list[str]) -> str:
