@@ -8,6 +8,8 @@ import pytest
 from vitlab.__main__ import main
 from vitlab.config import RunConfig
 from vitlab.engine.state import list_states, load_state, save_state
+from vitlab.engine.state_writer import StateWriter
+from vitlab.engine.tensorboard import EVENTS_NAME, read_events
 from vitlab.errors import InputError, RunError
 from vitlab.replay import replay
 from vitlab.training import run_training
@@ -109,3 +111,21 @@ def test_configuration_comes_back_from_its_dictionary(tiny_run):
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(InputError, match=r"unknown field of train epoch: did you mean epochs"):
         RunConfig.from_dict({"train": {"epoch": 3}})
+
+
+def test_curves_reach_every_state_before_it_is_written(tiny_run, tmp_path, monkeypatch):
+    """A kill right after a save must not lose points of steps that are behind the state."""
+    seen = []
+    start = StateWriter.start
+
+    def noted(self, step, tensors, record):
+        if step:
+            events = [event for event, _ in read_events(tmp_path / "run" / "tensorboard" / EVENTS_NAME)]
+            points = {event.step for event in events for value in event.summary.value if value.tag == "train/loss"}
+            seen.append((step, points))
+        start(self, step, tensors, record)
+
+    monkeypatch.setattr(StateWriter, "start", noted)
+    run_training(tiny_run(train__epochs=1, train__checkpoint_every_steps=1))
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 5]
+    assert all(points == set(range(1, step + 1)) for step, points in seen)

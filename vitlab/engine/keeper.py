@@ -209,6 +209,7 @@ class Keeper:
         )
 
     def _save(self, trainer: "Trainer") -> Path:
+        trainer.monitor.flush()  # a state's past must be on the disk's side of a kill: what goes on adds to it
         step = trainer.progress.step
         self.writer.start(step, *self._snapshot(trainer))
         self._saved_at = time.monotonic()

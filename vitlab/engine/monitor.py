@@ -155,6 +155,11 @@ class Monitor:
         say(self.console, self._line(progress, row, scored))
         self._clear_epoch()
 
+    def flush(self) -> None:
+        """Hand the points of the curves to the operating system."""
+        if self.events is not None:
+            self.events.flush()
+
     def unreadable(self, errors: Iterable[ImageError]) -> None:
         """Name images that could not be read and were left out, each file once a run."""
         for error in errors:
