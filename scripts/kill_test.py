@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import vitlab.training  # imported once; each run is a fork of this process
 from vitlab.cli import parse
 from vitlab.engine.state import list_states, load_state
+from vitlab.errors import Finished
 
 _VIT = {"patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.2, "drop_rate": 0.1}
 _SWIN = {"patch_size": 1, "window_size": 4, "embed_dim": 32, "depths": [2, 1], "num_heads": [16, 16]}
@@ -112,7 +114,8 @@ def _start(recipe: str, run: Path) -> int:
     code = 1
     try:
         _, config = parse(_line(recipe, run))
-        vitlab.training.run_training(config)
+        with suppress(Finished):  # killed between its last state and its end
+            vitlab.training.run_training(config)
         code = 0
     except BaseException as error:
         print(f"{recipe}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -140,23 +143,13 @@ def _trial(recipe: str, run: Path, reference: dict[str, Any], seconds: float, ge
         trial.kills += 1
         trial.inside_saves += in_save
         trial.inside_accumulations += "accumulation" in recipe and not in_save
-    _, status = os.waitpid(_start(recipe, run), 0) if not _finished(run) else (0, 0)
+    _, status = os.waitpid(_start(recipe, run), 0)
     if status:
         trial.differences.append("the run did not go on")
         return trial
     outcome = _outcome(run)
     trial.differences = [name for name in reference.keys() | outcome.keys() if reference.get(name) != outcome.get(name)]
     return trial
-
-
-def _finished(run: Path) -> bool:
-    return (run / "results.png").exists() and bool(list_states(run / "resume")) and _ended(run)
-
-
-def _ended(run: Path) -> bool:
-    """Tell whether the newest state is the run's last: all epochs are done."""
-    _, record = load_state(list_states(run / "resume")[0])
-    return bool(record["progress"]["epoch"] == record["run"]["config"]["train"]["epochs"])
 
 
 def _kill_after(pid: int, seconds: float) -> bool:
