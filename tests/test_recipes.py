@@ -264,13 +264,13 @@ def test_every_field_of_the_configuration_is_read_somewhere():
     import dataclasses
     from pathlib import Path
 
-    import vitlab
+    import vitlab.options
 
     package = Path(vitlab.__file__).parent
     read = {
         node.attr
         for path in package.rglob("*.py")
-        if path.name != "config.py"
+        if path.name not in ("config.py", "options.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
@@ -279,7 +279,13 @@ def test_every_field_of_the_configuration_is_read_somewhere():
         for section in dataclasses.fields(RunConfig)
         for field in dataclasses.fields(section.default_factory)
     ]
-    assert len(fields) > 50
+    fields += [
+        f"{options.__name__}.{field.name}"
+        for options in vars(vitlab.options).values()
+        if dataclasses.is_dataclass(options)
+        for field in dataclasses.fields(options)
+    ]
+    assert len(fields) > 100
     assert [name for name in fields if name.split(".")[1] not in read] == []
 
 

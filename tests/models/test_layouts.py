@@ -238,5 +238,5 @@ def test_damaged_npz_is_refused(damage, tiny_vit, tmp_path):
     path = tmp_path / "vit.npz"
     np.savez_compressed(path, **google_arrays(tiny_vit()))
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(InputError, match=r"vit\.npz is damaged, or no \.npz of plain arrays|do not fit"):
+    with pytest.raises(InputError, match=r"vit\.npz is damaged, or no \.npz of plain arrays"):
         load_weights(tiny_vit(), path)
