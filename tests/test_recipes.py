@@ -7,14 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vitlab.assembly import compile_blocks
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, RunConfig, TrainConfig
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import list_states, load_state
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import Finished, InputError, Interrupted
 from vitlab.inference.scoring import read_split, score
-from vitlab.models.catalog import create_model
 from vitlab.models.files import load_model
 from vitlab.training import run_training
 
@@ -197,12 +195,6 @@ def test_class_weights_reach_the_loss(tiny_run, tmp_path):
     losses = [RunFolder(run).read_metrics()[0]["train/loss"] for run in (plain, equal, weighted)]
     assert losses[0] == pytest.approx(losses[1])
     assert losses[2] > 1.2 * losses[0]
-
-
-def test_compile_needs_a_compiler():
-    network = create_model("vit_tiny", num_classes=3, image_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=1)
-    with pytest.raises(InputError, match=r"train.compile needs a C\+\+ compiler"):
-        compile_blocks(network, find=lambda name: None)
 
 
 @pytest.mark.parametrize(

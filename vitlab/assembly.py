@@ -2,8 +2,7 @@
 
 import copy
 import dataclasses
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from vitlab.data.cache import Prepare, cached, unchanged
 from vitlab.data.datasets import Dataset, Split, fingerprint
 from vitlab.data.loader import Loader, Transform
 from vitlab.data.preprocess import EvalTransform, Preprocess
+from vitlab.engine.compilation import compile_blocks
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor
 from vitlab.engine.objectives import build_objective
@@ -235,15 +235,3 @@ def build_trial(config: RunConfig, trainer: Trainer, monitor: Monitor) -> Traine
         keeper=trainer.keeper,
         monitor=monitor,
     )
-
-
-def compile_blocks(network: Network, *, find: Callable[[str], str | None] = shutil.which) -> None:
-    """Compile each repeated block in place; alike ones share the code, so that this takes seconds and not minutes.
-
-    Raises:
-        InputError: the device is the processor and there is no C++ compiler.
-    """
-    if next(network.parameters()).device.type == "cpu" and not any(map(find, ("c++", "g++", "clang++"))):
-        raise InputError("train.compile needs a C++ compiler on this device, and none is installed: leave it out")
-    for block in network.repeated_blocks():
-        block.compile()

@@ -1,0 +1,45 @@
+"""Compilation of the repeated blocks of a network."""
+
+import functools
+import logging
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vitlab.errors import InputError
+from vitlab.models.network import Network
+
+
+def compile_blocks(
+    network: Network,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    find: Callable[[str], str | None] = shutil.which,
+) -> None:
+    """Compile each repeated block in place; alike ones share the code, so that the wait is seconds and not minutes.
+
+    Raises:
+        InputError: the device is the processor and there is no C++ compiler.
+    """
+    if next(network.parameters()).device.type == "cpu" and not any(map(find, ("c++", "g++", "clang++"))):
+        raise InputError("train.compile needs a C++ compiler on this device, and none is installed: leave it out")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where there is no GPU to miss
+    for module in network.modules():
+        kind: Any = type(module)
+        if kind.__name__ == "DropPath":  # ours, and timm's
+            module.__class__ = _outside_graphs(kind)
+    for block in network.repeated_blocks():
+        block.compile(backend=backend)
+
+
+@functools.cache
+def _outside_graphs(kind: Any) -> Any:
+    """Derive the class whose forward runs as plain Python between the compiled parts.
+
+    Each block has a drop rate of its own, a number that would become part of the code, so that six blocks would be
+    compiled six times. It is a class, and not a method of the instance, so that a copy of the network draws for itself.
+    """
+    disable: Callable[..., Any] = torch.compiler.disable
+    return type(kind.__name__, (kind,), {"forward": disable(kind.forward)})
