@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models import group_parameters
 
 from vitlab.data.preprocess import Preprocess
@@ -10,6 +11,7 @@ from vitlab.engine.optim import freeze, parameter_groups
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model
 from vitlab.models.files import load_model, save_model
+from vitlab.models.weights import load_weights
 
 
 def images(*shape):
@@ -133,3 +135,45 @@ def test_create_model_refuses(name, settings, line):
 def test_images_of_another_size_are_refused():
     with pytest.raises(InputError, match=r"images are 32 x 32 \(height x width\), the network takes 32 x 48"):
         resnet()(images(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "resized"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2}, ["net.pos_embed", "net.patch_embed.proj.weight"]),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 16, "window_size": 4},
+            [f"net.layers.{i}.blocks.0.attn.relative_position_bias_table" for i in (0, 1)]
+            + ["net.patch_embed.proj.weight"],
+        ),
+        ("resnet10t", {}, ["net.conv1.0.weight"]),
+    ],
+)
+@pytest.mark.parametrize("own_file", [False, True])
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in timm's own loading
+def test_weights_of_another_size_and_of_rgb_load_as_timm_loads_them(
+    own_file, name, settings, resized, tmp_path, randomise
+):
+    source = randomise(create_model(f"timm/{name}", num_classes=5, image_size=64, **settings))
+    path = tmp_path / "m.safetensors"
+    if own_file:
+        preprocess = Preprocess(image_size=(64, 64))
+        save_model(path, source, classes=list("abcde"), preprocess=preprocess, metrics={}, data={})
+    else:
+        save_file({name.removeprefix("net."): tensor for name, tensor in source.state_dict().items()}, path)
+    if "window_size" in settings:
+        settings = {**settings, "window_size": 8}
+    network = create_model(f"timm/{name}", num_classes=7, image_size=96, in_channels=1, **settings)
+    report = load_weights(network, path)
+    assert sorted(report.resized) == sorted(resized)
+    bare = tmp_path / "bare.safetensors"
+    save_file({name.removeprefix("net."): tensor for name, tensor in source.state_dict().items()}, bare)
+    size = {} if name == "resnet10t" else {"img_size": 96}
+    cfg = {"url": "", "file": str(bare), "num_classes": 5, "first_conv": network.net.pretrained_cfg["first_conv"]}
+    cfg["classifier"] = network.net.pretrained_cfg["classifier"]
+    peer = timm.create_model(name, pretrained=True, pretrained_cfg=cfg, num_classes=7, in_chans=1, **size, **settings)
+    theirs, ours = peer.state_dict(), network.state_dict()
+    assert set(report.loaded) | set(report.resized) | set(report.reinitialised) == set(ours)
+    for key in theirs.keys() - {entry.removeprefix("net.") for entry in report.reinitialised}:
+        torch.testing.assert_close(ours[f"net.{key}"], theirs[key], rtol=0, atol=0, msg=key)

@@ -2,7 +2,10 @@
 
 import copy
 import re
+import sys
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from vitlab.layers.patch import check_divides, check_images, to_pair
 from vitlab.models.network import Network
 
 PREFIX = "timm/"
+_UNDER = "net."
 _NATIVE_SIZE = (224, 224)
 # Where timm's networks keep what they repeat, in the order in which to look.
 _REPEATED = ("blocks", "stages", "layers", "layer1", "layer2", "layer3", "layer4")
@@ -114,6 +118,26 @@ class TimmNetwork(Network):
             self.net.set_grad_checkpointing(enable)
         except (AssertionError, AttributeError) as error:
             raise InputError(f"{self.name} cannot recompute its blocks: leave out train.grad_checkpointing") from error
+
+    def adapt(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give weights of our names fitted as timm fits its own: tables and kernels resampled.
+
+        What timm cannot fit stays as it is, and so does not match.
+        """
+        from timm.models import adapt_input_conv
+
+        bare = {name.removeprefix(_UNDER): tensor for name, tensor in state.items()}
+        fit = getattr(sys.modules[type(self.net).__module__], "checkpoint_filter_fn", None)
+        if fit is not None:
+            with suppress(KeyError, RuntimeError, ValueError, AssertionError, TypeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # timm's resampling of biases indexes in a way that torch deprecates
+                bare = fit(bare, self.net)
+        stems = self.net.pretrained_cfg.get("first_conv") or ()
+        for stem in (stems,) if isinstance(stems, str) else stems:
+            kernel = bare.get(f"{stem}.weight")
+            if kernel is not None and kernel.ndim == 4 and kernel.shape[1] == 3 != self.in_channels:
+                bare[f"{stem}.weight"] = adapt_input_conv(self.in_channels, kernel)
+        return {f"{_UNDER}{name}": tensor for name, tensor in bare.items()}
 
     def repeated_blocks(self) -> list[nn.Module]:
         """Give the children of timm's lists of blocks, or the whole network where it has none."""

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vitlab.errors import InputError
 from vitlab.layers.position import resample_positions, resample_relative_bias
 from vitlab.layers.window_attention import WindowAttention
+from vitlab.models.imagegpt import ImageGPT
+from vitlab.models.imagegpt_weights import IMAGEGPT_LAYOUTS, bias_names, complete
 from vitlab.models.layouts import LAYOUTS, State
 from vitlab.models.network import Network
 from vitlab.models.sources import Source, read_source
@@ -46,13 +49,17 @@ class WeightsReport:
     """Whose names the source used: `vitlab` of a model file, `timm` of any other with the names we share, ..."""
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Preprocess that the source states for its weights; empty where it states none."""
+    zeroed: tuple[str, ...] = ()
+    """Parameters of an ImageGPT that became 0, because the source's project does without them."""
+    kept: tuple[str, ...] = ()
+    """What stays as the network had it: an ImageGPT's palette, where the source states none."""
 
     def summary(self) -> str:
         """Tell it in one line."""
         parts = [f"{len(self.loaded)} parameters loaded from {self.layout} names"]
         parts += [
             f"{what} {', '.join(names)}"
-            for what in ("resized", "reinitialised", "ignored")
+            for what in ("resized", "reinitialised", "zeroed", "kept", "ignored")
             if (names := getattr(self, what))
         ]
         return "; ".join(parts)
@@ -68,8 +75,8 @@ def load_weights(model: Network, source: Mapping[str, Any] | str | Path) -> Weig
     Args:
         model: the network; changed in place.
         source: a state dict, bare or under `model` or `state_dict`; or a file, folder or name as `read_source` takes.
-            Layouts of timm, torchvision, transformers (ViT), Microsoft (Swin), dingmyu (DaViT) and Google (ViT) are
-            recognised by their names.
+            Layouts of timm, torchvision, transformers (ViT, ImageGPT), Microsoft (Swin), dingmyu (DaViT), Google (ViT)
+            and OpenAI (ImageGPT) are recognised by their names.
 
     Returns:
         What was done, by the network's parameter names.
@@ -83,26 +90,36 @@ def load_weights(model: Network, source: Mapping[str, Any] | str | Path) -> Weig
     state, layout, beside = _convert(_strip_wrappers(entries), model)
     layout = "vitlab" if config else layout
     ignored += beside
+    zeroed: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    if isinstance(model, ImageGPT):
+        surplus, zeroed, kept = complete(state, model)
+        ignored += surplus
     ignored += tuple(name for name in _NOT_WEIGHTS if state.pop(name, None) is not None)
     head = _head_names(model)
     own_state = model.state_dict()
     fresh_head = _other_classes(state, own_state, head)
     if fresh_head:
         state = {name: tensor for name, tensor in state.items() if name not in head}
-    resized = _resample(state, own_state, _grid(model.config_dict()), source_grid=_grid(config or {}))
-    resized += _resample_windows(state, model) + _resample_kernel(state, own_state)
+    if isinstance(model, TimmNetwork):
+        state, resized = _resample_timm(state, own_state, model)
+    else:
+        resized = _resample(state, own_state, _grid(model.config_dict()), source_grid=_grid(config or {}))
+        resized += _resample_windows(state, model) + _resample_kernel(state, own_state)
     expected = {name: tensor for name, tensor in own_state.items() if not (fresh_head and name in head)}
     _require_match(state, expected, layout, _other_build(model, config))
     if fresh_head:
         model.reset_classifier(model.num_classes)
     model.load_state_dict(state, strict=False)
     return WeightsReport(
-        loaded=tuple(name for name in expected if name not in resized),
+        loaded=tuple(name for name in expected if name not in {*resized, *zeroed, *kept}),
         resized=resized,
         reinitialised=tuple(name for name in own_state if name in head) if fresh_head else (),
         ignored=ignored,
         layout=layout,
         preprocess=found.preprocess,
+        zeroed=zeroed,
+        kept=kept,
     )
 
 
@@ -112,11 +129,17 @@ def _unnest(entries: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, .
     while nest := next((name for name in _NESTS if isinstance(entries.get(name), Mapping)), None):
         beside += tuple(name for name in entries if name != nest)
         entries = entries[nest]
+    entries = {name: _as_tensor(value) for name, value in entries.items()}
     others = [str(name) for name, value in entries.items() if not _is_plain(name, value)]
     if others or not entries:
         held = f"entries that are no named tensors of plain numbers: {_listing(others)}" if others else "no tensors"
         raise InputError(f"the weights hold {held}; give a state dict, bare or under {' or '.join(_NESTS)}")
     return entries, beside
+
+
+def _as_tensor(value: object) -> object:
+    """Turn an array of numpy into a tensor; all else stays."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
 
 
 def _is_plain(name: object, value: object) -> bool:
@@ -140,9 +163,10 @@ def _strip_wrappers(entries: Mapping[str, Tensor]) -> State:
 
 def _convert(state: State, model: Network) -> tuple[State, str, tuple[str, ...]]:
     """Give the state under our names, the layout it had, and what of it is no weight."""
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *IMAGEGPT_LAYOUTS):
         if layout.recognises(state):
-            ours, ignored = layout.to_ours(state, model.state_dict())
+            extra = bias_names(model) if isinstance(model, ImageGPT) else ()
+            ours, ignored = layout.to_ours(state, dict.fromkeys((*model.state_dict(), *extra)))
             return ours, layout.name, ignored
     if isinstance(model, TimmNetwork) and not any(name.startswith("net.") for name in state):
         return {f"net.{name}": tensor for name, tensor in state.items()}, "timm", ()
@@ -184,6 +208,13 @@ def _resample(
     return ("pos_embed",)
 
 
+def _resample_timm(state: State, own_state: State, model: TimmNetwork) -> tuple[State, tuple[str, ...]]:
+    """Have timm fit what it fits for its own weights, and name what has another shape since."""
+    fitted = model.adapt(state)
+    resized = [name for name in fitted if name in state and fitted[name].shape != state[name].shape]
+    return fitted, tuple(name for name in resized if name in own_state)
+
+
 def _resample_windows(state: State, model: Network) -> tuple[str, ...]:
     """Replace tables of relative biases of other windows; theirs are square, as in all published networks."""
     resized = []
@@ -215,10 +246,10 @@ def _resample_kernel(state: State, own_state: State) -> tuple[str, ...]:
 
 
 def _grid(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Give the grid of patches, (height, width), of a network's config; None where it has none."""
-    if "image_size" not in config or "patch_size" not in config:
+    """Give the grid of patches, or of pixels where there are no patches, (height, width), of a network's config."""
+    if "image_size" not in config:
         return None
-    (height, width), (patch_height, patch_width) = config["image_size"], config["patch_size"]
+    (height, width), (patch_height, patch_width) = config["image_size"], config.get("patch_size", (1, 1))
     return height // patch_height, width // patch_width
 
 
