@@ -178,6 +178,7 @@ def test_models_lists_names_costs_and_what_is_published(capsys, monkeypatch):
         "top1_error": 0.278,
         "source": "facebookresearch/deit",
         "weights": "timm/deit_tiny_patch16_224.fb_in1k",
+        "nats_per_pixel": None,
     }
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -187,6 +188,8 @@ def test_models_lists_names_costs_and_what_is_published(capsys, monkeypatch):
     assert list(cells) == list_models()
     assert cells["vit_huge"][:4] == ["632,045,800", "167.295 G", "224x224", "11.45%"]
     assert cells["davit_large"] == ["196,811,752", "102.805 G", "384x384", "-", "-", "-"]
+    assert cells["imagegpt_small"] == ["77,083,648", "103.348 G", "32x32", "2.0895 nats", "-", "-"]
+    assert cells["imagegpt_large"][3] == "27.4%"
     assert cells["swin_large"][-1] == "timm/swin_large_patch4_window7_224.ms_in22k_ft_in1k"
     assert any("timm/NAME builds any network of timm" in line for line in lines[-2:])
 
@@ -197,19 +200,20 @@ def test_models_proposes_networks_for_sizes(capsys):
     assert main(["models", *sizes, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["architecture"], row["image_size"]) for row in rows] == [
-        (name, size) for size in ([31, 31], [96, 160]) for name in ("vit", "swin", "davit")
+        (name, size) for size in ([31, 31], [96, 160]) for name in ("vit", "swin", "davit", "imagegpt")
     ]
     for row, proposal in zip(rows, proposals, strict=True):
         assert {name: row[name] for name in ("parameters", "macs", "reason")} == {
             name: getattr(proposal, name) for name in ("parameters", "macs", "reason")
         }
-    assert rows[4]["overrides"] == {"window_size": [6, 5], "depths": [2, 6, 2], "num_heads": [3, 6, 12]}
+    assert rows[5]["overrides"] == {"window_size": [6, 5], "depths": [2, 6, 2], "num_heads": [3, 6, 12]}
     assert main(["models", *sizes]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"vit for 31x31: none\n  {rows[0]['reason']}\n")
-    for row in rows[1:]:
+    for row in rows[1:-1]:
         assert f"\n  {row['reason']}\n  {row['command']}\n" in text
-    assert f"swin for 96x160: {rows[4]['parameters']:,} parameters, {rows[4]['macs'] / 1e9:.3f} G" in text
+    assert f"swin for 96x160: {rows[5]['parameters']:,} parameters, {rows[5]['macs'] / 1e9:.3f} G" in text
+    assert f"imagegpt for 96x160: none\n  {rows[-1]['reason']}\n" in text
 
 
 def test_version_describes_the_installation(capsys):

@@ -189,6 +189,7 @@ def test_commands_open_no_connection(color_folder, tmp_path):
         ["evaluate", run_dir, "--data", color_folder],
         ["predict", run_dir, color_folder / "test", "--workers", 1],
         ["compare", run_dir, run_dir, "--split", "test", "--workers", 0],
+        ["palette", "--data", color_folder, "--out", tmp_path / "palette.npy", "--num_colors", 4, "--workers", 0],
         ["models"],
         ["--version"],
     ]

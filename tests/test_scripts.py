@@ -1,5 +1,6 @@
 """The scripts run as their help says."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,18 @@ def test_write_digits_writes_the_test_images_with_their_classes(tmp_path):
     assert {path.stem.partition("-is-")[2] for path in paths} <= set("0123456789")
     with Image.open(paths[0]) as image:
         assert image.size == (8, 8)
+
+
+def test_killed_and_signalled_runs_end_in_the_same_bits(tmp_path):
+    """20 kills and 9 signals; the script's own help tells how to ask for 200 and 60."""
+    out = run("kill_test.py", "--kills", 20, "--signals", 3, "--report", tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["kills"] >= 20
+    assert report["signals"] == 9
+    assert report["inside_saves"] >= 3
+    assert report["inside_accumulations"] >= 1
+    assert {trial["recipe"].split(",")[0] for trial in report["trials"] if trial["kills"]} > {"vit fp32", "davit"}
+    assert [trial["differences"] for trial in report["trials"]] == [[]] * report["runs"], out
 
 
 def test_norm_order_prints_a_row_for_each_order_and_warmup():

@@ -1,15 +1,20 @@
 """`vitlab` and `python -m vitlab`: run a command, and turn its ending into an exit code.
 
-0 done; 1 failed; 2 the user's input is wrong; 3 finished, but some images could not be read; 130 interrupted.
+0 done; 1 failed; 2 the user's input is wrong; 3 finished, but some images could not be read; 4 compared and different;
+130 interrupted.
 """
 
 import errno
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
-from vitlab.errors import InputError, Interrupted, RunError
+from vitlab.errors import Finished, InputError, Interrupted, RunError
 from vitlab.text import printable
 
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
@@ -25,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a class name must not end a run on a terminal without UTF-8
             stream.reconfigure(errors="backslashreplace")
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        with _ended_by_signals():
+            return _run(sys.argv[1:] if arguments is None else arguments)
+    except Finished as error:  # all that was asked for is there: a scheduler that starts the job again is content
+        return _say(error, 0)
     except InputError as error:
         return _say(error, 2)
     except Interrupted as error:
@@ -45,6 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return _say(f"{error.strerror or error}{where}", 2 if error.errno in _WRONG_PATH else 1)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 end a command as Ctrl-C does; while it fits, training has ways of its own."""
+    if threading.current_thread() is not threading.main_thread():  # signals belong to whoever runs us
+        yield
+        return
+    owner = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)  # a process that we have forked ends as any other
+        os.kill(os.getpid(), number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(arguments: Sequence[str]) -> int:

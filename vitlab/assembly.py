@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
+from torch import Tensor, nn
 
+from vitlab.checks import require
 from vitlab.config import DataConfig, RunConfig, WeightsKind
 from vitlab.data.augment import Mixer, TrainTransform
 from vitlab.data.cache import Prepare, cached, unchanged
 from vitlab.data.datasets import Dataset, Split, fingerprint
 from vitlab.data.loader import Loader, Transform
+from vitlab.data.palette import fit_palette, palette_quality, uniform_palette
+from vitlab.data.palette_file import read_palette
 from vitlab.data.preprocess import EvalTransform, Preprocess
+from vitlab.data.sample import read_sample
 from vitlab.engine.compilation import compile_blocks
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor
@@ -29,11 +34,15 @@ from vitlab.engine.trainer import Trainer, TrainingData, count_steps
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model
 from vitlab.models.files import save_model
-from vitlab.models.network import Network
+from vitlab.models.network import Network, PixelNetwork
+from vitlab.models.sources import read_record
 from vitlab.models.weights import load_weights
 from vitlab.seeds import derive_seed
 from vitlab.text import say
 
+_DEFAULT_NETWORK = "vit_tiny"
+_PALETTE_IMAGES = 5000
+_PALETTE_MEASURED = 500
 # Fields of every network's config that the run's configuration names elsewhere.
 _OWN_OPTIONS = {
     "name": "model.name",
@@ -41,6 +50,29 @@ _OWN_OPTIONS = {
     "num_classes": "model.num_classes",
     "in_channels": "data.channels",
 }
+
+
+def settle_model(config: RunConfig) -> RunConfig:
+    """Name the network, and take from a model file in `model.weights` all fields that the configuration leaves open.
+
+    Only a file of the named network, or of any where none is named, says how it was built. One that cannot be read
+    says nothing here: a run that goes on does not need it, and `build_network` names what is wrong.
+    """
+    model, record = config.model, None
+    if model.weights is not None:
+        with suppress(InputError):
+            record = read_record(model.weights)
+    file = {} if record is None else record["model"]
+    name = model.name or file.get("name", _DEFAULT_NETWORK)
+    settled = dataclasses.replace(model, name=name)
+    if name == file.get("name"):
+        fields = dict(file["config"])
+        size = fields.pop("image_size")
+        fields = {key: value for key, value in fields.items() if key not in _OWN_OPTIONS}
+        settled = dataclasses.replace(
+            settled, image_size=model.image_size or tuple(size), overrides=fields | dict(model.overrides)
+        )
+    return dataclasses.replace(config, model=settled)
 
 
 def build_network(
@@ -52,7 +84,7 @@ def build_network(
         The network, and what the weights that it starts from state of their preprocessing.
     """
     K = len(dataset.classes)
-    if K < 2:
+    if K < 2 and config.objective.classifies:
         raise InputError(f"{config.data.root} has only one class, {dataset.classes[0]}: there is nothing to tell apart")
     for field, option in _OWN_OPTIONS.items():
         if field in config.model.overrides:
@@ -66,22 +98,62 @@ def build_network(
         raise InputError(f"model.overrides has the key {odd[0]!r}: give names of fields, such as depth")
     torch.manual_seed(derive_seed(config.train.seed, "weights"))
     network = create_model(
-        config.model.name,
+        config.model.name or _DEFAULT_NETWORK,
         num_classes=K,
         image_size=config.model.image_size or dataset.native_size,
         in_channels=config.data.channels,
         **config.model.overrides,
     )
     stated: Mapping[str, Any] = {}
+    palette_came = False
     if fresh and config.model.weights is not None:
         report = load_weights(network, config.model.weights)
         stated = report.preprocess
+        palette_came = "palette" in report.loaded
         say(console, report.summary())
+    if not isinstance(network, PixelNetwork):
+        require(
+            config.model.palette == "auto",
+            f"model.palette is for an ImageGPT, and model.name is {network.name}: leave it out",
+        )
+    elif fresh and not (config.model.palette == "auto" and palette_came):
+        network.set_palette(_find_palette(config, dataset, network, console))
     _check_batches(config, network, len(dataset.splits["train"]))
     freeze(network, config.model.freeze)
     if config.train.grad_checkpointing:
         network.set_grad_checkpointing()
     return network, stated
+
+
+def _find_palette(config: RunConfig, dataset: Dataset, network: Network, console: Console) -> Tensor:
+    """Read the colours that the configuration names, or fit them to training images."""
+    V = network.config_dict()["num_colors"]
+    if config.model.palette == "uniform":
+        return uniform_palette(V, network.in_channels)
+    if config.model.palette != "auto":
+        palette, note = read_palette(Path(config.model.palette))
+        say(console, f"palette: {config.model.palette}" + (f" ({note})" if note else ""))
+        return palette
+    with _bar(console) as progress:
+        task = progress.add_task("reading images for the palette", total=None)
+        images, _ = read_sample(
+            dataset.splits["train"],
+            build_preprocess(config.data, network, {}),
+            max_images=_PALETTE_IMAGES,
+            seed=config.train.seed,
+            workers=config.data.workers,
+            on_error=config.data.on_error,
+            on_images=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    palette = fit_palette(images, V, seed=config.train.seed)
+    quality = palette_quality(images[:_PALETTE_MEASURED], palette)
+    say(console, f"palette fitted to training images: {quality.describe()}")
+    return palette
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def _check_batches(config: RunConfig, network: Network, num_images: int) -> None:
@@ -105,6 +177,12 @@ def build_preprocess(config: DataConfig, network: Network, stated: Mapping[str, 
     given = {name: getattr(config, name) for name in ("resize_mode", "crop_fraction", "interpolation", "mean", "std")}
     settled = grey | fitting | {name: value for name, value in given.items() if value is not None}
     settled = {name: tuple(value) if isinstance(value, list) else value for name, value in settled.items()}
+    if network.pixel_statistics is not None:
+        for name, needed in zip(("mean", "std"), network.pixel_statistics, strict=True):
+            values = (needed,) * config.channels
+            if given[name] not in (None, values):
+                raise InputError(f"{network.name} reads colours with data.{name} {needed:g}: leave the field out")
+            settled[name] = values
     return Preprocess(image_size=network.image_size, channels=config.channels, **settled)
 
 
@@ -148,8 +226,7 @@ def _cached(
     config: DataConfig, split: Split, prepare: Prepare, preparation: Mapping[str, Any], console: Console
 ) -> Split:
     assert config.cache != "none"
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with _bar(console) as progress:
         task = progress.add_task(f"caching {split.name}", total=len(split))
         return cached(
             split,
@@ -185,6 +262,7 @@ def build_trainer(
             metrics=metrics,
             weights=weights,
             temperature=temperature,
+            objective=dataclasses.asdict(config.objective),
             data=origin,
         )
 
@@ -205,6 +283,7 @@ def build_trainer(
         log_every_steps=config.monitor.log_every_steps,
         total_epochs=None if config.train.steps else config.train.epochs,
         console=console,
+        classifies=config.objective.classifies,
     )
     class_counts = np.bincount(dataset.splits["train"].labels, minlength=len(data.classes)).tolist()
     trainer = Trainer(

@@ -14,7 +14,15 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from vitlab.config import RunConfig, shipped_config
 from vitlab.errors import InputError, unknown_name
-from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions, ReplayOptions
+from vitlab.options import (
+    CompareOptions,
+    EvaluateOptions,
+    ModelsOptions,
+    PaletteOptions,
+    PredictOptions,
+    ProbeOptions,
+    ReplayOptions,
+)
 
 DIGITS_RECIPE = "digits/vit.yaml"
 
@@ -45,6 +53,10 @@ COMMANDS = {
         options=CompareOptions,
         positionals=(("run_a", None), ("run_b", None)),
     ),
+    "probe": Command(
+        help="See which layer's features tell classes apart.", options=ProbeOptions, positionals=(("checkpoint", None),)
+    ),
+    "palette": Command(help="Fit the colours of an ImageGPT to a data set.", options=PaletteOptions),
     "replay": Command(
         help="Make a piece of a run again and compare the bits.", options=ReplayOptions, positionals=(("state", None),)
     ),

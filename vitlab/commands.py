@@ -14,7 +14,15 @@ from rich.text import Text
 from vitlab.config import RunConfig
 from vitlab.disk import replacing
 from vitlab.errors import InputError
-from vitlab.options import CompareOptions, EvaluateOptions, ModelsOptions, PredictOptions, ReplayOptions
+from vitlab.options import (
+    CompareOptions,
+    EvaluateOptions,
+    ModelsOptions,
+    PaletteOptions,
+    PredictOptions,
+    ProbeOptions,
+    ReplayOptions,
+)
 from vitlab.text import printable, say
 
 if TYPE_CHECKING:
@@ -61,14 +69,17 @@ def evaluate(options: EvaluateOptions) -> int:
     result = {"checkpoint": options.checkpoint, "data": options.data, "split": options.split, **scores.to_dict()}
     _print_scores(console, result)
     _write_json(console, options.json, result)
-    if options.confusion is not None:
+    if options.confusion is not None and scores.classifies:
         _draw_confusion(console, Path(options.confusion), scores)
     return SKIPPED_SOME if scores.errors else 0
 
 
-def _check_outputs(*, json: str | None, confusion: str | None = None) -> None:
+def _check_outputs(
+    *, json: str | None = None, confusion: str | None = None, plot: str | None = None, palette: str | None = None
+) -> None:
     """Refuse what cannot be written before the work, not after it."""
-    for name, path, suffix in (("json", json, ".json"), ("confusion", confusion, ".png")):
+    pictures = (("confusion", confusion, ".png"), ("plot", plot, ".png"))
+    for name, path, suffix in (("json", json, ".json"), *pictures, ("out", palette, ".npy")):
         if path is not None and (Path(path).suffix.lower() != suffix or Path(path).is_dir()):
             raise InputError(f"--{name} is {path}: give a file that ends in {suffix}")
         if path is not None:
@@ -98,7 +109,7 @@ def _draw_confusion(console: Console, path: Path, scores: "Scores") -> None:
 
 
 def compare(options: CompareOptions) -> int:
-    """`vitlab compare`: two runs, or the same seeds of two recipes, on the same images."""
+    """`vitlab compare`: two runs, or the same seeds of two recipes, on the same images and bit for bit."""
     from vitlab.inference.compare import compare_runs
 
     console = Console()
@@ -107,8 +118,14 @@ def compare(options: CompareOptions) -> int:
         comparison = compare_runs(options, say=lambda line: say(console, line), progress=progress)
     result = comparison.to_dict()
     _print_comparison(console, result)
+    for pair in comparison.pairs:
+        for line in pair.sameness.lines():
+            say(console, f"{pair.name}: {line}" if pair.name else line)
+    say(console, "the runs are " + ("identical to the last bit" if comparison.identical else "not identical"))
     _write_json(console, options.json, result)
-    return SKIPPED_SOME if comparison.skipped else 0
+    if comparison.skipped:
+        return SKIPPED_SOME
+    return 0 if comparison.identical else DIFFERENT
 
 
 def predict(options: PredictOptions) -> int:
@@ -134,6 +151,46 @@ def predict(options: PredictOptions) -> int:
     counts = [f"{result.count} images classified", f"{len(result.errors)} unreadable", f"{result.ignored} other files"]
     say(console, ", ".join(counts) + ("" if out is None else f": {out}"))
     return SKIPPED_SOME if result.errors else 0
+
+
+def palette(options: PaletteOptions) -> int:
+    """`vitlab palette`: fit colours to a data set, measure them, and write them and a picture."""
+    from vitlab.inference.palette import make_palette
+
+    console = Console()
+    _check_outputs(palette=options.out)
+    with _progress(console) as progress:
+        report = make_palette(options, say=lambda line: say(console, line), progress=progress)
+    say(console, f"{report.held_out_split} (held out): {report.held_out.describe()}")
+    say(console, f"{options.split} (fitted): {report.fitted.describe()}")
+    for error in report.errors:
+        say(console, f"skipped {error}")
+    say(console, f"palette: {options.out}")
+    say(console, f"picture: {report.picture}")
+    return SKIPPED_SOME if report.errors else 0
+
+
+def probe(options: ProbeOptions) -> int:
+    """`vitlab probe`: fit classifiers on the features of each layer, choose on validation, score on the test split."""
+    from vitlab.engine.device import resolve_device
+    from vitlab.inference.probe import probe_layers
+    from vitlab.models.files import load_model
+
+    console = Console()
+    _check_outputs(json=options.json, plot=options.plot)
+    model = load_model(options.checkpoint, device=resolve_device(options.device))
+    with _progress(console) as progress:
+        report = probe_layers(model, options, say=lambda line: say(console, line), progress=progress)
+    console.print(report.table())
+    say(console, "in brackets: 95% intervals over the choice of images")
+    say(console, report.verdict())
+    for error in report.errors:
+        say(console, f"skipped {error}")
+    _write_json(console, options.json, report.to_dict())
+    if options.plot is not None:
+        report.plot(Path(options.plot))
+        say(console, f"picture: {options.plot}")
+    return SKIPPED_SOME if report.errors else 0
 
 
 def replay(options: ReplayOptions) -> int:
@@ -214,7 +271,7 @@ def _print_models(console: Console, rows: list[dict[str, Any]]) -> None:
             f"{row['parameters']:,}",
             f"{row['macs'] / 1e9:.3f} G",
             "x".join(map(str, row["image_size"])),
-            "-" if row["top1_error"] is None else f"{100 * row['top1_error']:g}%",
+            _published_quality(row),
             row["source"] or "-",
             row["weights"] or "-",
         )
@@ -223,9 +280,17 @@ def _print_models(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
     say(
         console,
-        "for one image of that size and 1000 classes; top-1 error on ImageNet-1k as published, - where nothing is",
+        "for one image of that size and 1000 classes; top-1 error on ImageNet-1k as published, - where nothing is; "
+        "of ImageGPT the nats a pixel",
     )
     say(console, "timm/NAME builds any network of timm; --image_size proposes networks for images of other sizes")
+
+
+def _published_quality(row: dict[str, Any]) -> str:
+    """Give the error of a network, or where there is none its loss of a pixel's colour."""
+    if row["top1_error"] is not None:
+        return f"{100 * row['top1_error']:g}%"
+    return "-" if row["nats_per_pixel"] is None else f"{row['nats_per_pixel']:.4f} nats"
 
 
 def _print_proposals(console: Console, proposals: "list[Proposal]") -> None:
@@ -249,6 +314,10 @@ def _print_scores(console: Console, result: dict[str, Any]) -> None:
     """Print the headline in percent, what the probabilities are worth, and a row for each class."""
     from vitlab.engine.evaluator import headline, percent
 
+    if "top1" not in result:
+        where = f"{result['split']} split of {result['data']}"
+        say(console, f"{where}: {headline(result)}, {result['count']} images ({result['weights']} weights)")
+        return
     intervals = result["intervals"]
     say(
         console,

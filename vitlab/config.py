@@ -31,22 +31,26 @@ WeightsKind = Literal["raw", "ema"]
 class ModelConfig:
     """Which network is trained."""
 
-    name: str = "vit_tiny"
-    """A name that `vitlab models` lists, or timm/NAME for any network of timm."""
+    name: str | None = None
+    """A name that `vitlab models` lists, or timm/NAME for any network of timm; default: the network of `model.weights`
+    where that is a model file of vitlab, else vit_tiny."""
     image_size: int | tuple[int, int] | None = None
     """Side of the square input in pixels, or (height, width); default: the network's native size."""
     num_classes: int | None = None
     """Number of classes; default: as many as the training folder holds, and another number is an error."""
     weights: str | None = None
     """Model file, run folder, other projects' checkpoint, or timm/NAME (fetched where it is not on this machine yet) to
-    start from; default: fresh weights."""
+    start from; default: fresh weights. Of a model file the fields that `overrides` does not name come along too."""
+    palette: str = "auto"
+    """Colours of an ImageGPT: `auto` takes those of the weights that it starts from, or else fits them to the training
+    images; `uniform`; or a .npy file as `vitlab palette` writes it."""
     freeze: Literal["none", "backbone"] | int = "none"
     """What is not trained: `none`, `backbone` for all but the head, or N for all but the last N blocks and the head."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the architecture's config; on the line `--model.overrides.depth 6`. All: num_heads, mlp_ratio,
     qkv_bias, drop_rate, drop_path_rate. ViT: patch_size, embed_dim, depth, pool (cls, mean), norm (pre, post),
     pos_embed (learned, sincos). Swin: patch_size, window_size, embed_dim, depths. DaViT: stem_stride, window_size,
-    embed_dims, depths."""
+    embed_dims, depths. ImageGPT: num_colors, embed_dim, depth, bias, causal."""
 
     def __post_init__(self) -> None:
         require_values(self, section="model")
@@ -163,8 +167,17 @@ class AugmentConfig:
 class ObjectiveConfig:
     """What is minimised."""
 
-    name: Literal["classification"] = "classification"
-    """`classification`: cross-entropy of the class logits."""
+    name: Literal["classification", "next_pixel", "masked_pixel", "joint"] = "classification"
+    """`classification`: cross-entropy of the class logits. Of an ImageGPT also `next_pixel`, the colour of each pixel
+    from those before it; `masked_pixel`, the colours of hidden pixels (`model.overrides.causal false`); and `joint`,
+    classification and one of these, next_pixel where the network is causal."""
+    generative_weight: float = 1.0
+    """Of `joint`: what the loss of the pixels is multiplied by before it is added to that of the classes."""
+    mask_fraction: float = 0.15
+    """Of `masked_pixel`: probability that a pixel's colour is to be found."""
+    corruption: Literal["zero", "bert"] = "zero"
+    """Of `masked_pixel`: such a pixel is shown as zeros (ImageGPT); or, as in BERT, 80 % of them as a mask, 10 % in a
+    random colour, 10 % as they are."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes."""
     class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"
@@ -177,6 +190,23 @@ class ObjectiveConfig:
         )
         if isinstance(self.class_weights, tuple):
             require_positive(self, "class_weights", section="objective")
+        require_positive(self, "generative_weight", section="objective")
+        require_shares(self, "mask_fraction", section="objective")
+        require(
+            self.classifies or (self.label_smoothing == 0 and self.class_weights == "none"),
+            f"objective.label_smoothing and class_weights are for classes, and objective.name is {self.name}: "
+            "leave them out",
+        )
+
+    @property
+    def classifies(self) -> bool:
+        """Whether class logits are trained."""
+        return self.name in ("classification", "joint")
+
+    @property
+    def generates(self) -> bool:
+        """Whether the colours of pixels are trained."""
+        return self.name != "classification"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +356,15 @@ class RunConfig:
             is_section = dataclasses.is_dataclass(getattr(self, section.name))
             require(is_section, f"{section.name} is no section: give it fields, such as `{section.name}: {{...}}`")
         mixes = self.augment.mixup > 0 or self.augment.cutmix > 0
+        require(
+            not (self.objective.generates and (mixes or self.augment.erasing > 0)),
+            "augment.mixup, cutmix and erasing would make up colours for the network to learn, and objective.name is "
+            f"{self.objective.name}: leave them out",
+        )
+        require(
+            self.objective.classifies or self.data.sampling != "balanced",
+            f"data.sampling balanced is for classes, and objective.name is {self.objective.name}: leave it out",
+        )
         require(
             not mixes or self.train.steps is not None or self.augment.unmixed_epochs < self.train.epochs,
             f"augment.unmixed_epochs {self.augment.unmixed_epochs} leaves none of {self.train.epochs} epochs to mix: "

@@ -4,7 +4,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vitlab.config import ResizeMode
 from vitlab.errors import InputError
+
+ProbeMethod = Literal["linear", "knn"]
 
 _LARGEST_SIDE = 8192
 
@@ -64,7 +67,7 @@ class PredictOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Compare two runs, or two folders of runs of several seeds, on the same images."""
+    """Compare two runs, or two folders of runs of several seeds, on the same images and bit for bit (exit code 4)."""
 
     run_a: str
     """Run folder, folder of runs as train.seeds makes it, or model file."""
@@ -98,6 +101,86 @@ class ReplayOptions:
     """RUN/resume/step-N: the steps up to the next kept state; or RUN/crash-N: the step that failed."""
     data: str | None = None
     """Where the images lie now; default: where they lay then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaletteOptions:
+    """Fit a palette for ImageGPT to a data set, and measure it."""
+
+    data: str
+    """Folder of images, of CIFAR batches or of IDX files, a .csv or .jsonl manifest, or `digits`."""
+    out: str
+    """File for the colours, .npy: float32 (colours, channels) in [-1, 1]; a picture .png is put beside it."""
+    num_colors: int = 512
+    """Colours of the palette."""
+    image_size: str | None = None
+    """Size that the network sees, a side or HEIGHTxWIDTH in pixels; default: that of CIFAR, IDX or digits, else 32."""
+    resize_mode: ResizeMode = "crop"
+    """`crop` the centre, `squash` to the size, or `pad` to the aspect ratio with grey."""
+    channels: Literal[1, 3] = 3
+    """3 for RGB, 1 for greyscale."""
+    split: Literal["train", "val", "test"] = "train"
+    """What it is fitted on; it is also measured on `val`, or on `train` where it is fitted on that."""
+    seed: int = 0
+    """Seed of the images and pixels that are drawn, and of the first centres."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """At an unreadable image: `stop`, or `skip` it, list it and end with exit code 3."""
+    workers: int | None = None
+    """Loader processes; default: one less than the cores, at most 8. The palette does not depend on it."""
+
+    def __post_init__(self) -> None:
+        _check_positive("num_colors", self.num_colors)
+        _check_workers(self.workers)
+        self.size()
+
+    def size(self) -> tuple[int, int] | None:
+        """Give image_size as (height, width)."""
+        return None if self.image_size is None else _read_size(self.image_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """See how well the features of each layer of a network tell the classes of a data set apart."""
+
+    checkpoint: str
+    """Model file, or a run folder for its best.safetensors."""
+    data: str
+    """Folder of images, of CIFAR batches or of IDX files, a .csv or .jsonl manifest, or `digits`. Its classes may be
+    others than the model's."""
+    method: ProbeMethod = "linear"
+    """`linear`: logistic regression; `knn`: a vote of the nearest training images."""
+    layers: list[str] = field(default_factory=list)
+    """Numbers of layers, the first is 1, or `all`; default: all. Validation chooses among them."""
+    max_images: int = 10_000
+    """Training images, of each class its share; logistic regression takes time and memory with them."""
+    seed: int = 0
+    """Seed of the training images that are drawn."""
+    json: str | None = None
+    """Write all numbers to this file, as fractions."""
+    plot: str | None = None
+    """Draw the validation scores of the layers to this PNG file."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """At an unreadable image: `stop`, or `skip` it, list it and end with exit code 3."""
+    batch_size: int = 64
+    """Images at a time; the features do not depend on it beyond 1e-5."""
+    workers: int | None = None
+    """Loader processes; default: one less than the cores, at most 8."""
+    device: str = "auto"
+    """`auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_positive("max_images", self.max_images)
+        _check_positive("batch_size", self.batch_size)
+        _check_workers(self.workers)
+        self.layer_numbers()
+
+    def layer_numbers(self) -> list[int]:
+        """Give the numbers of the layers, ascending; none stands for all."""
+        if self.layers in ([], ["all"]):
+            return []
+        if not all(re.fullmatch("0*[1-9][0-9]{0,5}", layer) for layer in self.layers):
+            raise InputError(f"--layers is {' '.join(self.layers)}: give numbers from 1 on, such as 3 6 9, or all")
+        return sorted(set(map(int, self.layers)))
 
 
 @dataclass(frozen=True, kw_only=True)

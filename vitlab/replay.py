@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from vitlab.data.preprocess import Preprocess
 from vitlab.engine.device import resolve_device
 from vitlab.engine.keeper import gradient_norms
 from vitlab.engine.run_folder import RunFolder
-from vitlab.engine.state import capture, list_states, load_state, step_of
+from vitlab.engine.state import capture, differing_tensors, list_states, load_state, step_of
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import InputError, NonFinite
 
@@ -66,7 +65,7 @@ def replay(path: str | Path, *, root: str | None = None) -> Replay:
         for group in _groups(trainer, last_step):
             trainer.train_step(group)
         made, _ = capture(trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress, trainer.averaged)
-    differing = _differences(made, load_state(target)[0])
+    differing = differing_tensors(made, load_state(target)[0])
     lines = [f"{name} differs by up to {difference:.3g}" for name, difference in differing]
     return Replay(first_step, last_step, not differing, (*notes, *lines))
 
@@ -113,18 +112,6 @@ def _groups(trainer: Trainer, last_step: int) -> Iterator[list[Batch]]:
             yield list(islice(batches, trainer.config.accumulate))
         if progress.batch == len(loader):
             progress.start_epoch()
-
-
-def _differences(made: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[tuple[str, float]]:
-    """Name the tensors whose bits differ, the largest difference first."""
-    differing = []
-    for name in sorted(made.keys() | wanted.keys()):
-        ours, theirs = made.get(name), wanted.get(name)
-        if ours is None or theirs is None or ours.shape != theirs.shape:
-            differing.append((name, float("inf")))
-        elif not torch.equal(ours.cpu(), theirs):
-            differing.append((name, (ours.cpu().double() - theirs.double()).abs().max().item()))
-    return sorted(differing, key=lambda item: -item[1])
 
 
 def _repeat_crash(trainer: Trainer, crash: dict[str, Any]) -> tuple[bool, list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vitlab.assembly import build_data, build_network, build_preprocess, build_trainer, build_trial
+from vitlab.assembly import build_data, build_network, build_preprocess, build_trainer, build_trial, settle_model
 from vitlab.config import RunConfig
 from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
@@ -54,7 +54,7 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
         RunError: the loss is not finite, or a loader process died.
         Interrupted: a signal came; the state is saved, and the same call goes on.
     """
-    console = console or Console(quiet=True)
+    console, config = console or Console(quiet=True), settle_model(config)
     return _run(config, console) if config.train.seeds is None else _run_seeds(config, config.train.seeds, console)
 
 
@@ -83,10 +83,11 @@ def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console) -> P
     finally:
         with suppress(OSError):  # only an empty folder goes: the first run did not get so far as to begin
             parent.rmdir()
-    scores = [record["top1"] for record in metrics]
-    listed = ", ".join(f"{record['top1']:.2%} ({record['weights']})" for record in metrics)
-    spread = f", standard deviation {statistics.stdev(scores):.2%}" if len(scores) > 1 else ""
-    say(console, f"{len(seeds)} seeds: val top-1 {listed}; mean {statistics.mean(scores):.2%}{spread}")
+    key, name, form = ("top1", "top-1", ".2%") if config.objective.classifies else ("loss", "loss", ".4f")
+    scores = [record[key] for record in metrics]
+    listed = ", ".join(f"{record[key]:{form}} ({record['weights']})" for record in metrics)
+    spread = f", standard deviation {statistics.stdev(scores):{form}}" if len(scores) > 1 else ""
+    say(console, f"{len(seeds)} seeds: val {name} {listed}; mean {statistics.mean(scores):{form}}{spread}")
     say(console, f"runs: {parent}")
     return parent
 
@@ -299,6 +300,8 @@ def _show_confusion(trainer: Trainer, scored: list[Scores]) -> None:
     if progress.best_step != progress.step:
         return
     scores = next(scores for scores in scored if scores.weights == progress.best_weights)
+    if not scores.classifies:
+        return
     picture = figures.confusion_image(scores.confusion.numpy(), scores.classes)
     figures.save_image(trainer.keeper.folder.confusion, picture)
     if trainer.monitor.events is not None:

@@ -1,12 +1,27 @@
 """Resume states: complete or not there, and damage is noticed."""
 
+import dataclasses
 import json
+import random
+import re
+import shutil
 
 import pytest
 import torch
 from torch import nn
 
-from vitlab.engine.state import Progress, capture, drop_old_states, list_states, load_state, restore, save_state
+from vitlab.config import RunConfig
+from vitlab.engine.run_folder import open_run
+from vitlab.engine.state import (
+    Progress,
+    capture,
+    differing_tensors,
+    drop_old_states,
+    list_states,
+    load_state,
+    restore,
+    save_state,
+)
 from vitlab.errors import InputError, RunError
 
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "optimizer.0.step": torch.tensor(3.0)}
@@ -124,3 +139,100 @@ def test_state_that_cannot_be_written_says_what_is_whole(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RunError, match=r"cannot write the state .*file/step-3: .*; the states before it are whole"):
         save_state(tmp_path / "file" / "step-3", TENSORS, {})
+
+
+@pytest.fixture(scope="module")
+def damaged(finished_run, tmp_path_factory):
+    """Give the files of a run's newest state, step-30, and a function that goes on from the run after changing one.
+
+    The state before is step-25.
+    """
+    run = shutil.copytree(finished_run, tmp_path_factory.mktemp("damage") / "run")
+    state = run / "resume" / "step-30"
+    told = load_state(state)[1]["run"]
+    config = RunConfig.from_dict(told["config"])
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=str(run)))
+    whole = {path.name: path.read_bytes() for path in state.iterdir()}
+
+    def go_on(name, content):
+        (state / name).write_bytes(content)
+        lines = []
+        try:
+            return open_run(config, told["data"], stem="x", say=lines.append).state, lines
+        finally:
+            (state / name).write_bytes(whole[name])
+
+    return whole, go_on
+
+
+def assert_noticed(found, lines):
+    assert found.name == "step-25"
+    assert re.match(r"passed over: state \S+/resume/step-30 (is|has) .*(damaged|format \d+)", lines[0])
+    assert len(lines) == 1
+
+
+def test_whole_state_is_the_one_that_a_run_goes_on_from(damaged):
+    whole, go_on = damaged
+    found, lines = go_on("state.json", whole["state.json"])
+    assert found.name == "step-30"
+    assert lines == []
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_every_flipped_bit_is_noticed_and_the_state_before_is_used(damaged, share):
+    """2,000 flips in four shares: a third each in the JSON, in the header of the tensors and in their values."""
+    whole, go_on = damaged
+    generator = random.Random(share)
+    header = 8 + int.from_bytes(whole["tensors.safetensors"][:8], "little")
+    places = {
+        "json": ("state.json", 0, len(whole["state.json"])),
+        "header": ("tensors.safetensors", 0, header),
+        "values": ("tensors.safetensors", header, len(whole["tensors.safetensors"])),
+    }
+    for number in range(500):
+        name, low, high = list(places.values())[number % 3]
+        content = bytearray(whole[name])
+        content[generator.randrange(low, high)] ^= 1 << generator.randrange(8)
+        assert_noticed(*go_on(name, bytes(content)))
+
+
+def test_every_truncation_is_noticed_and_the_state_before_is_used(damaged):
+    whole, go_on = damaged
+    generator = random.Random(9)
+    for number in range(256):
+        name = ("state.json", "tensors.safetensors")[number % 2]
+        end = number // 2 if number < 32 else generator.randrange(len(whole[name]))
+        assert_noticed(*go_on(name, whole[name][:end]))
+
+
+def test_a_number_written_otherwise_is_damage_too(tmp_path):
+    path = tmp_path / "step-1"
+    save_state(path, TENSORS, {"lr": 1e-5})
+    content = (path / "state.json").read_bytes()
+    assert b"1e-05" in content
+    (path / "state.json").write_bytes(content.replace(b"1e-05", b"1E-05"))
+    with pytest.raises(InputError, match=r"step-1 is damaged: its state\.json is not as it was written"):
+        load_state(path)
+
+
+def test_state_set_aside_stands_for_its_step_until_the_new_one_is_there(tmp_path):
+    save_state(tmp_path / "step-7", TENSORS, {"round": 1})
+    (tmp_path / "step-7").rename(tmp_path / ".old-step-7")  # a kill came between two renames
+    assert list_states(tmp_path) == [tmp_path / ".old-step-7"]
+    assert load_state(list_states(tmp_path)[0])[1] == {"round": 1}
+    save_state(tmp_path / "step-5", TENSORS, {})
+    drop_old_states(tmp_path, keep=1)
+    assert list_states(tmp_path) == [tmp_path / ".old-step-7"]
+    save_state(tmp_path / "step-7", TENSORS, {"round": 2})
+    assert list_states(tmp_path) == [tmp_path / "step-7"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+
+
+def test_differing_tensors_names_what_differs_the_largest_first():
+    tensors = {name: torch.zeros(2, 3) for name in "abcd"}
+    others = {"a": torch.zeros(2, 3), "b": torch.full((2, 3), -0.5), "c": torch.full((2, 3), 2.0), "e": torch.zeros(1)}
+    assert differing_tensors(tensors, others) == [("d", torch.inf), ("e", torch.inf), ("c", 2.0), ("b", 0.5)]
+    assert differing_tensors({"a": torch.tensor(0.0)}, {"a": torch.tensor(-0.0)}) == [("a", 0.0)]
+    assert differing_tensors({"a": torch.tensor(0.0)}, {"a": torch.tensor(0)}) == [("a", torch.inf)]
+    nan = {"a": torch.tensor([torch.nan, 1.0]).bfloat16()}
+    assert differing_tensors(nan, {"a": nan["a"].clone()}) == []

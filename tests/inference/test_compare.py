@@ -257,7 +257,7 @@ def test_compare_is_independent_of_the_batch_size(make_run):
 
 def test_compare_command_prints_and_writes_the_comparison(make_run, tmp_path, capsys):
     a, b, out = make_run("a", seed=1), make_run("b", seed=2, lr=2e-3), tmp_path / "new" / "c.json"
-    assert main(["compare", str(a), str(b), "--json", str(out), "--workers", "0"]) == 0
+    assert main(["compare", str(a), str(b), "--json", str(out), "--workers", "0"]) == 4
     result, printed = json.loads(out.read_text()), capsys.readouterr().out
     low, high = result["interval"]
     assert low < result["difference"] < high
@@ -273,12 +273,14 @@ def test_compare_command_prints_a_row_a_seed_and_their_mean(make_run, tmp_path, 
         for seed in (1, 2):
             make_run(f"{recipe}/seed-{seed}", seed=seed + 10 * (recipe == "b"))
     parents = [str(tmp_path / recipe) for recipe in "ab"]
-    assert main(["compare", *parents, "--workers", "0"]) == 0
+    assert main(["compare", *parents, "--workers", "0"]) == 4
     printed = capsys.readouterr().out
     result = compare(*parents)[0].to_dict()
     for pair in (*result["pairs"], result):
         assert points(pair["difference"], pair["interval"]) in printed
     assert "mean of 2 seeds; the 95% interval covers the choice of images and of seeds" in printed
+    assert "\nseed-2: best weights differ in " in printed
+    assert main(["compare", parents[0], parents[0], "--workers", "0"]) == 0
 
 
 def test_points_write_percentage_points_with_their_sign():

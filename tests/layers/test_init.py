@@ -29,6 +29,14 @@ def test_lecun_conv_has_the_variance_of_its_fan_in_and_no_tails():
     assert conv.bias.eq(0).all()
 
 
+def test_normal_linear_draws_weights_and_zeroes_the_bias():
+    torch.manual_seed(0)
+    linear = nn.Linear(100, 300)
+    init.normal_linear(linear, std=0.3)
+    assert linear.weight.std().item() == pytest.approx(0.3, rel=0.02)
+    assert linear.bias.eq(0).all()
+
+
 def test_zero_linear_and_normal_table_do_as_they_say():
     torch.manual_seed(0)
     linear = nn.Linear(5, 4)

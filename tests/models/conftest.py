@@ -102,3 +102,27 @@ def timm_swin():
         return SwinTransformer(**({renamed.get(name, name): value for name, value in config.items()} | changes))
 
     return build
+
+
+@pytest.fixture
+def tiny_imagegpt():
+    """A function that builds a small ImageGPT of 16 colours for images of 4 x 6 pixels, changed by its fields."""
+
+    def build(**changes):
+        shape = {"image_size": (4, 6), "num_colors": 16, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+        return create_model("imagegpt_small", **(shape | changes))
+
+    return build
+
+
+@pytest.fixture
+def transformers_imagegpt():
+    """A function that builds transformers' ImageGPT, `causal` or `classifier`, in the shape of `tiny_imagegpt`."""
+    from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling, ImageGPTForImageClassification
+
+    def build(kind, **changes):
+        shape = {"vocab_size": 17, "n_positions": 24, "n_embd": 12, "n_layer": 2, "n_head": 3, "num_labels": 5}
+        build_one = {"causal": ImageGPTForCausalImageModeling, "classifier": ImageGPTForImageClassification}[kind]
+        return build_one(ImageGPTConfig(**(shape | changes)))
+
+    return build

@@ -25,6 +25,10 @@ PARAMETERS = {
     "davit_large": 196_811_752,
     "davit_huge": 348_922_856,
     "davit_giant": 1_406_470_120,
+    "imagegpt_small": 77_083_648,
+    "imagegpt_medium": 456_181_760,
+    "imagegpt_large": 1_363_786_752,
+    "imagegpt_xlarge": 6_804_510_720,
 }
 VARIANTS = [
     ("vit_small", {"patch_size": 32}, 22_878_952),
@@ -61,7 +65,7 @@ def test_create_model_names_the_network_and_its_native_size(name):
     with torch.device("meta"):
         network = create_model(name, num_classes=3)
     assert network.name == name
-    side = 384 if name == "davit_large" else 224
+    side = 32 if name.startswith("imagegpt") else 384 if name == "davit_large" else 224
     assert network.image_size == (side, side)
     assert network.num_classes == 3
 
@@ -84,7 +88,7 @@ def test_create_model_takes_a_side_and_a_list():
     assert create_model("vit_tiny", image_size=[8, 12], **fields).image_size == (8, 12)
 
 
-@pytest.mark.parametrize("name", ["vit_tiney", "swin-tiny"])
+@pytest.mark.parametrize("name", ["vit_tiney", "swin-tiny", "imagegpt"])
 def test_create_model_lists_the_names_and_the_nearest(name):
     with pytest.raises(InputError) as error:
         create_model(name)

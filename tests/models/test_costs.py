@@ -3,10 +3,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitlab.models.catalog import create_model
-from vitlab.models.costs import count_macs, count_parameters
+from vitlab.models.costs import count_macs, count_parameters, training_memory
 
 # Billions, to the digits that were measured on independent implementations; named networks are in test_published.py.
 VARIANTS = [
@@ -99,6 +103,73 @@ def test_count_macs_gives_the_same_on_every_device_and_leaves_the_network_alone(
     assert count_macs(network) == count_macs(on_meta(name, num_classes=5, **SMALL[name]))
     assert network.training
     assert torch.equal(network(images), before)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_count_macs_of_an_imagegpt_follows_the_closed_form(causal):
+    N, D, L, V = 24, 12, 3, 16
+    shape = {"image_size": (4, 6), "embed_dim": D, "depth": L, "num_heads": 3, "num_colors": V}
+    expected = L * (12 * N * D * D + 2 * N * N * D) + N * D * V
+    assert count_macs(create_model("imagegpt_small", causal=causal, **shape)) == expected
+    assert count_macs(on_meta("imagegpt_small", causal=causal, drop_path_rate=0.3, **shape)) == expected
+
+
+class PeakMemory(TorchDispatchMode):
+    """Keeps account of the bytes of all tensors made within, at their height."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self.alive = {place: entry for place, entry in self.alive.items() if not entry[0].expired()}
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor):
+                storage = result.untyped_storage()
+                self.alive.setdefault(storage.data_ptr(), (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return results
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch_size", "autocast"),
+    [
+        ({}, 4, False),
+        ({}, 4, True),
+        ({"depth": 4, "num_colors": 16}, 8, False),
+        ({"mlp_ratio": 2, "embed_dim": 128}, 2, False),
+        ({"image_size": (8, 12), "num_heads": 8}, 16, True),
+    ],
+)
+def test_training_memory_is_within_30_percent_of_what_a_step_takes(changes, batch_size, autocast):
+    shape = {"image_size": 16, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_colors": 256, "num_classes": 5}
+    network = create_model("imagegpt_small", **(shape | changes))
+    optimizer = torch.optim.AdamW(network.parameters())
+    H, W = network.image_size
+    tokens = torch.randint(network.config.num_colors, (batch_size, H * W))
+    with PeakMemory() as memory:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = network.pixel_logits(tokens).flatten(0, 1)
+        F.cross_entropy(logits.float(), tokens.flatten()).backward()
+        optimizer.step()
+    measured = memory.peak + 4 * count_parameters(network)  # the weights were there before
+    estimated = training_memory(
+        network.config,
+        batch_size=batch_size,
+        bytes_per_value=2 if autocast else 4,
+        fused_attention=not autocast,
+    )
+    assert estimated == pytest.approx(measured, rel=0.3)
+
+
+def test_training_memory_grows_with_the_batch_and_the_pixels():
+    """Only the parameters and their positions are there once."""
+    configs = [on_meta("imagegpt_small", image_size=side).config for side in (32, 64)]
+    one, two = (training_memory(configs[0], batch_size=size) for size in (1, 2))
+    large = training_memory(configs[1], batch_size=1)
+    assert training_memory(configs[0], batch_size=5) == one + 4 * (two - one)
+    assert large == one + 3 * (two - one) + 16 * (4096 - 1024) * 512
 
 
 def test_count_macs_counts_networks_of_timm():

@@ -12,7 +12,7 @@ from vitlab.errors import InputError
 from vitlab.layers import window_attention
 from vitlab.models import davit
 from vitlab.models.catalog import create_model
-from vitlab.models.costs import count_parameters
+from vitlab.models.costs import count_macs, count_parameters, training_memory
 from vitlab.models.proposals import NUM_CLASSES, propose
 
 SIZES = [(32, 32), (64, 64), (112, 112), (200, 200), (224, 224), (96, 160), (192, 224)]
@@ -130,13 +130,41 @@ def test_propose_finds_windows_that_divide_every_grid(size, grids):
 
 
 def test_propose_gives_the_named_networks_at_their_own_size():
-    named = [("vit_tiny", {}), ("swin_tiny", {}), ("davit_tiny", {})]
+    named = [("vit_tiny", {}), ("swin_tiny", {}), ("davit_tiny", {}), (None, {})]
     assert [(proposal.name, proposal.overrides) for proposal in propose_once((224, 224))] == named
 
 
 @pytest.mark.parametrize("size", [(16, 16), (28, 28), (32, 32), (48, 64), (64, 64)], ids=str)
 def test_propose_keeps_networks_for_small_images_small(size):
     assert all(1e6 < proposal.parameters < 2e6 for proposal in propose_once(size))
+
+
+@pytest.mark.parametrize("size", [(28, 28), (20, 32), (64, 64)], ids=str)
+def test_propose_imagegpt_gives_a_line_and_what_its_training_costs(size):
+    proposal = proposal_of("imagegpt", size)
+    network = typed(proposal, device="meta")
+    assert network.image_size == size
+    assert count_parameters(network) == proposal.parameters
+    told = re.fullmatch(
+        r"a row of (\S+) pixels; a training step of 32 images takes about (\S+) GiB in float32 "
+        r"and (\S+) G multiply-adds",
+        proposal.reason,
+    )
+    pixels, memory, macs = (float(number.replace(",", "")) for number in told.groups())
+    assert pixels == math.prod(size)
+    assert memory == pytest.approx(training_memory(network.config, batch_size=32) / 2**30, abs=0.051)
+    assert macs == pytest.approx(3 * 32 * count_macs(network) / 1e9, abs=0.51)
+
+
+@pytest.mark.parametrize(
+    ("size", "near"),
+    [((65, 64), "64x63"), ((224, 224), "64x64"), ((1, 8192), "1x4096"), ((300, 100), "110x36")],
+    ids=str,
+)
+def test_propose_imagegpt_names_a_size_whose_row_of_pixels_is_short_enough(size, near):
+    proposal = proposal_of("imagegpt", size)
+    assert proposal.reason == f"a row of {math.prod(size):,} pixels is longer than 4,096: resize to {near} or less"
+    assert proposal_of("imagegpt", tuple(map(int, near.split("x")))).name == "imagegpt_small"
 
 
 def test_propose_vit_takes_a_patch_that_divides_or_names_a_size_that_has_one():

@@ -24,6 +24,10 @@ COSTS = {
     "davit_large": (196_811_752, "102.805"),  # at its 384 pixels; 34.5400 at 224 in test_costs.py
     "davit_huge": (348_922_856, "61.1592"),
     "davit_giant": (1_406_470_120, "192.785"),
+    "imagegpt_small": (77_083_648, "103.35"),
+    "imagegpt_medium": (456_181_760, "541.70"),
+    "imagegpt_large": (1_363_786_752, "1546.99"),
+    "imagegpt_xlarge": (6_804_510_720, "7346.0"),
 }
 # Top-1 accuracy on ImageNet-1k in percent, as the sources state it.
 ACCURACIES = {
@@ -40,6 +44,7 @@ ACCURACIES = {
     "davit_small": 84.2,
     "davit_base": 84.6,
     "davit_giant": 90.4,
+    "imagegpt_large": 72.6,
 }
 WITH_WEIGHTS = [name for name, published in PUBLISHED.items() if published.weights]
 # Its weights were published before fine-tuning, without a head.
@@ -75,6 +80,11 @@ def test_published_errors_have_a_source_and_weights_a_known_error():
     for name, published in PUBLISHED.items():
         assert (published.error is None) == (published.source is None), name
         assert published.weights is None or published.error is not None, name
+
+
+def test_describe_models_gives_the_published_losses_of_imagegpt(rows):
+    losses = {name: row["nats_per_pixel"] for name, row in rows.items() if row["nats_per_pixel"] is not None}
+    assert losses == {"imagegpt_small": 2.0895, "imagegpt_medium": 2.0614, "imagegpt_large": 2.0466}
 
 
 def structure(network):

@@ -45,6 +45,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tell whether an error of torch means that the device, or this machine, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
     """Give the dtype that training computes in, or None for plain float32.
 

@@ -1,5 +1,6 @@
 """The one evaluation: sums, counts and images over a loader, never means of batch means."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from vitlab.engine.calibration import (
     join,
     score_images,
 )
-from vitlab.engine.objectives import Objective, Step
+from vitlab.engine.objectives import NATS, Objective, Step
 from vitlab.engine.statistics import Interval, bootstrap_intervals, wilson_interval
 from vitlab.models.network import device_of
 
@@ -42,6 +43,8 @@ class Scores:
     """What the logits are divided by for the calibrated scores, and for these alone."""
     count: int = 0
     loss_sum: float = 0.0
+    part_sums: dict[str, float] = field(default_factory=dict)
+    """Of each of the loss's terms, as `loss_sum`."""
     top_k_correct: int = 0
     confusion: Tensor = field(init=False)
     errors: list[ImageError] = field(default_factory=list)
@@ -69,6 +72,8 @@ class Scores:
             return
         self.count += B
         self.loss_sum += step.loss.double().item() * B
+        for name, part in step.parts.items():
+            self.part_sums[name] = self.part_sums.get(name, 0.0) + part.double().item() * B
         if step.outputs is None:
             return
         logits, labels, indices, k = step.outputs.cpu(), batch.labels.cpu(), batch.indices.cpu(), self.k or 1
@@ -108,6 +113,12 @@ class Scores:
         return self.loss_sum / self.count
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Mean of each of the loss's terms over the images; of pixels in bits, too."""
+        parts = {name: total / self.count for name, total in self.part_sums.items()}
+        return parts | ({"bits_per_pixel": parts[NATS] / math.log(2)} if NATS in parts else {})
+
+    @property
     def num_correct(self) -> int:
         """Images whose likeliest class is the true one."""
         return int(self.confusion.diagonal().sum())
@@ -140,9 +151,10 @@ class Scores:
     def summary(self) -> dict[str, Any]:
         """Give the headline numbers: top1, error, top5 (or top-k of fewer classes), loss, ece, brier, count, weights.
 
-        Cheap enough for every evaluation of a run. An objective that does not classify has loss, count and weights.
+        Cheap enough for every evaluation of a run. An objective that does not classify has loss, count and weights; one
+        of pixels has nats_per_pixel and bits_per_pixel besides.
         """
-        what = {"count": self.count, "weights": self.weights}
+        what = {**self.parts, "count": self.count, "weights": self.weights}
         if not self.classifies:
             return {"loss": self.loss, **what}
         top_k = {} if self.k is None else {f"top{self.k}": self.top_k_correct / self.count}
@@ -223,8 +235,9 @@ def headline(summary: Mapping[str, Any], intervals: Mapping[str, Sequence[float]
     known = intervals or {}
     names = [name for name in summary if name.startswith("top")]
     tops = "".join(f"top-{name[3:]} {percent(summary[name], known.get(name))} " for name in names)
-    loss = f"{summary['loss']:.4f}"
-    return f"{tops}loss {loss}" + ("" if "loss" not in known else " ({:.4f}-{:.4f})".format(*known["loss"]))
+    loss = f"{summary['loss']:.4f}" + ("" if "loss" not in known else " ({:.4f}-{:.4f})".format(*known["loss"]))
+    bits = f" ({summary['bits_per_pixel']:.4f} bits a pixel)" if "bits_per_pixel" in summary else ""
+    return f"{tops}loss {loss}{bits}"
 
 
 def percent(share: float, interval: Sequence[float] | None = None, *, digits: int = 2) -> str:

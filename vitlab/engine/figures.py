@@ -42,7 +42,7 @@ CAPTION_HEIGHT = 18
 
 def plot_results(metrics_path: Path, out_png: Path, *, title: str) -> None:
     """Write the picture of `results_figure` to a file."""
-    save_image(out_png, _pixels(results_figure(metrics_path, title=title)))
+    save_image(out_png, pixels(results_figure(metrics_path, title=title)))
 
 
 def results_figure(metrics_path: Path, *, title: str) -> Figure:
@@ -61,30 +61,36 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
     """
     records = _read_records(metrics_path)
     figure = Figure(figsize=(11, 7), dpi=DPI, layout="constrained")
-    figure.suptitle(_drawable(title, max_length=100), fontsize=13, parse_math=False)
+    figure.suptitle(drawable(title, max_length=100), fontsize=13, parse_math=False)
     loss, top1, rate, speed = figure.subplots(2, 2, sharex=True).flat
 
     _curve(loss, records, "train/loss", color=BLUE, label="training")
     _curve(loss, records, "val/loss", color=VERMILION, label="validation")
     _curve(loss, records, "val_ema/loss", color=GREEN, label="validation, moving average")
-    _finish_panel(loss, title="Loss", unit="nats per image")
+    finish_panel(loss, title="Loss", unit="nats per image")
     if loss.lines:
         loss.legend(frameon=False)
 
-    steps, values = _curve(top1, records, "val/top1", color=VERMILION, scale=100, label="weights")
-    ema_steps, ema_values = _curve(top1, records, "val_ema/top1", color=GREEN, scale=100, label="moving average")
-    _finish_panel(top1, title="Top-1 accuracy on validation images", unit="%")
-    if values:
+    logged = {key for record in records for key in record}
+    of_pixels = "val/bits_per_pixel" in logged and "val/top1" not in logged
+    key, scale = ("bits_per_pixel", 1.0) if of_pixels else ("top1", 100.0)
+    steps, values = _curve(top1, records, f"val/{key}", color=VERMILION, scale=scale, label="weights")
+    ema_steps, ema_values = _curve(top1, records, f"val_ema/{key}", color=GREEN, scale=scale, label="moving average")
+    if key == "top1":
+        finish_panel(top1, title="Top-1 accuracy on validation images", unit="%")
+    else:
+        finish_panel(top1, title="Colours of validation images", unit="bits per pixel")
+    if values and key == "top1":
         _mark_best(top1, steps + ema_steps, values + ema_values)
     if ema_values:
         top1.legend(frameon=False, loc="upper left")
 
     _curve(rate, records, "train/lr", color=GREEN)
-    _finish_panel(rate, title="Learning rate", unit="per step")
+    finish_panel(rate, title="Learning rate", unit="per step")
     rate.yaxis.set_major_formatter("{x:g}")
 
     _, speeds = _curve(speed, records, "train/images_per_s", color=PURPLE)
-    _finish_panel(speed, title="Training speed", unit="images/s")
+    finish_panel(speed, title="Training speed", unit="images/s")
     if speeds:
         speed.set_ylim(0, 1.15 * max(speeds) or 1)
 
@@ -112,9 +118,9 @@ def plot_lr_curve(
         axes.set_ylim(0.95 * min(losses), min(1.05 * max(smoothed), 1.6 * smoothed[0]))
     axes.set_xlabel("learning rate")
     axes.legend(frameon=False)
-    _finish_panel(axes, title="Learning-rate range test", unit="training loss, nats per image")
+    finish_panel(axes, title="Learning-rate range test", unit="training loss, nats per image")
     axes.xaxis.set_major_locator(LogLocator())
-    save_image(out_png, _pixels(figure))
+    save_image(out_png, pixels(figure))
 
 
 def plot_confusion(confusion: npt.NDArray[np.int64], classes: Sequence[str], out_png: Path) -> None:
@@ -124,7 +130,7 @@ def plot_confusion(confusion: npt.NDArray[np.int64], classes: Sequence[str], out
 
 def confusion_image(confusion: npt.NDArray[np.int64], classes: Sequence[str]) -> Picture:
     """Give the picture of `confusion_figure` as RGB uint8 `(H, W, 3)`."""
-    return _pixels(confusion_figure(confusion, classes))
+    return pixels(confusion_figure(confusion, classes))
 
 
 def confusion_figure(confusion: npt.NDArray[np.int64], classes: Sequence[str]) -> Figure:
@@ -257,7 +263,8 @@ def _mark_best(axes: Axes, steps: list[int], values: list[float]) -> None:
     )
 
 
-def _finish_panel(axes: Axes, *, title: str, unit: str) -> None:
+def finish_panel(axes: Axes, *, title: str, unit: str) -> None:
+    """Name a panel and its values, and say so where nothing is drawn in it."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel(unit, color=GREY)
     axes.spines[["top", "right"]].set_visible(False)
@@ -280,7 +287,7 @@ def _write_counts(axes: Axes, confusion: npt.NDArray[np.int64], shares: npt.NDAr
 def _name_classes(axes: Axes, classes: Sequence[str], *, size: float) -> None:
     every = math.ceil(len(classes) / MAX_CLASS_LABELS)
     ticks = list(range(0, len(classes), every))
-    names = [_drawable(classes[tick]) for tick in ticks]
+    names = [drawable(classes[tick]) for tick in ticks]
     axes.set_xticks(ticks, names, rotation=90 if len(classes) > 6 else 30, fontsize=size, parse_math=False)
     if len(classes) <= 6:
         for label in axes.get_xticklabels():
@@ -298,7 +305,7 @@ def _write_captions(
     draw = ImageDraw.Draw(picture)
     font = ImageFont.truetype(_font_path(), size=12)
     for caption, position in zip(captions, positions, strict=True):
-        text = _drawable(caption, max_length=100)
+        text = drawable(caption, max_length=100)
         whole = text
         while len(text) > 1 and draw.textlength(text, font=font) > width:
             whole = whole[:-1]
@@ -307,7 +314,8 @@ def _write_captions(
     return np.asarray(picture)
 
 
-def _pixels(figure: Figure) -> Picture:
+def pixels(figure: Figure) -> Picture:
+    """Draw a figure as RGB uint8 `(H, W, 3)`."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
@@ -325,7 +333,7 @@ def _font_characters() -> frozenset[int]:
     return frozenset(FT2Font(_font_path()).get_charmap())
 
 
-def _drawable(text: str, *, max_length: int = MAX_NAME_LENGTH) -> str:
+def drawable(text: str, *, max_length: int = MAX_NAME_LENGTH) -> str:
     """Escape the characters that the font lacks or a terminal would obey, and cut a long text in the middle.
 
     An escape such as U+732B's still tells two classes apart, where a box for each missing character would not.

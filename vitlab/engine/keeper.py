@@ -1,32 +1,36 @@
-"""What a run saves, and when: model files, resume states, and the state on a signal."""
+"""What a run saves, and when: model files, resume states, and the state on a signal or where images fail."""
 
 import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from vitlab.config import WeightsKind
+from vitlab.config import TrainConfig, WeightsKind
 from vitlab.data.loader import Batch
-from vitlab.engine.device import describe_machine
+from vitlab.engine.device import describe_machine, is_out_of_memory
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.objectives import Objective
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import capture, list_states, load_state, restore, save_state
 from vitlab.engine.state_writer import StateWriter
-from vitlab.errors import Interrupted, NonFinite, RunError
+from vitlab.engine.tensorboard import EVENTS_NAME
+from vitlab.errors import InputError, Interrupted, NonFinite, RunError
 from vitlab.models.network import Network
 
 if TYPE_CHECKING:
     from vitlab.engine.trainer import Trainer
+
+
+_T = TypeVar("_T")
 
 
 class SaveModel(Protocol):
@@ -63,9 +67,11 @@ class Keeper:
     ) -> None:
         self.folder, self.run, self.save_model = folder, run, save_model
         self.every_steps, self.every_minutes = every_steps, every_minutes
-        self.writer = StateWriter(folder.resume, keep=keep_states)
+        past = (folder.metrics, folder.tensorboard / EVENTS_NAME, folder.tensorboard, folder.path)
+        self.writer = StateWriter(folder.resume, keep=keep_states, past=past)
         self._saved_at = time.monotonic()
         self._signal: int | None = None
+        self._process = os.getpid()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -96,6 +102,8 @@ class Keeper:
         self.writer.wait()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a loader process so young that it does not ignore signals yet
+            return
         if self._signal is not None:
             raise KeyboardInterrupt
         self._signal = number
@@ -115,10 +123,66 @@ class Keeper:
             RunError: a state could not be written.
         """
         self.writer.check()
-        if self._signal is not None:
-            raise self._interrupted(self._save(trainer))
+        self.heed_signal(trainer)
         if self._is_due(trainer.progress.step) and not epoch_ends:
             self._save(trainer)
+
+    def heed_signal(self, trainer: "Trainer") -> None:
+        """End where a signal has come; an evaluation that this cuts short is made again by the run that goes on.
+
+        Raises:
+            Interrupted: a signal came, and the state is saved.
+        """
+        if self._signal is not None:
+            raise self._interrupted(self._save(trainer))
+
+    def fetching(self, trainer: "Trainer", batches: Iterable[_T]) -> Iterator[_T]:
+        """Pass batches on, between steps or in an evaluation; keep all steps where one cannot be had.
+
+        Raises:
+            Interrupted: a signal came, and the state is saved.
+            InputError: an image cannot be read; it names the state.
+            RunError: a loader process died; it names the state.
+        """
+        iterator = iter(batches)
+        while True:
+            self.heed_signal(trainer)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except (InputError, RunError) as error:
+                raise self._with_state(trainer, error) from error
+            yield batch
+
+    def _with_state(self, trainer: "Trainer", error: InputError | RunError) -> InputError | RunError:
+        if not trainer.progress.step:
+            return error
+        try:
+            state = self._save(trainer)
+            self.writer.wait()
+            kept = f"the state of step {trainer.progress.step} is saved in {state}"
+        except RunError as failure:
+            kept = str(failure)
+        return (InputError if isinstance(error, InputError) else RunError)(f"{error}; {kept}")
+
+    @contextmanager
+    def explaining_memory(self, trainer: "Trainer") -> Iterator[None]:
+        """Say at which batch size memory ran out, and what helps.
+
+        Raises:
+            RunError: the device has no memory left.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            what = f"memory of {trainer.device} is full at step {trainer.progress.step + 1}"
+            advice = memory_advice(trainer.config, is_full_precision=trainer.autocast is None)
+            raise RunError(
+                f"{what} with train.batch_size {trainer.config.batch_size}: {'; '.join((self.what_is_safe(), *advice))}"
+            ) from error
 
     def _is_due(self, step: int) -> bool:
         if self.every_steps is not None and step % self.every_steps == 0:
@@ -193,7 +257,9 @@ class Keeper:
         )
 
     def what_is_safe(self) -> str:
-        """Name what a failure leaves to go on from."""
+        """Name what a failure leaves to go on from, once the state that is being written is there."""
+        with suppress(RunError):  # then it is not among them
+            self.writer.wait()
         kept = [path for path in (self.folder.best, self.folder.last) if path.exists()]
         states = list_states(self.folder.resume)[:1]
         names = ", ".join(str(path) for path in kept + states)
@@ -221,6 +287,15 @@ class Keeper:
             trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress, trainer.averaged
         )
         return tensors, {**record, "run": self.run, "machine": describe_machine(), **more}
+
+
+def memory_advice(config: TrainConfig, *, is_full_precision: bool) -> list[str]:
+    """Say what needs less memory: what the run may go on with, and what makes it another run."""
+    others = [f"train.batch_size {-(-config.batch_size // 2)} with train.accumulate {2 * config.accumulate}"]
+    others = others if config.batch_size > 1 else []
+    others += ["train.precision bf16"] if is_full_precision else []
+    advice = [] if config.grad_checkpointing else ["train.grad_checkpointing true goes on from there in less memory"]
+    return advice + ([f"in another train.run_dir {' or '.join(others)}"] if others else [])
 
 
 def gradient_norms(network: Network) -> dict[str, float | str]:

@@ -47,6 +47,7 @@ class Monitor:
         log_every_steps: optimizer steps between points of the training curves.
         total_epochs: for the lines; None where the run is counted in steps.
         console: where to print.
+        classifies: whether there is an accuracy to show.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Monitor:
         log_every_steps: int,
         total_epochs: int | None,
         console: Console,
+        classifies: bool = True,
     ) -> None:
         self.metrics_path, self.log_every_steps = metrics_path, log_every_steps
-        self.total_epochs, self.console = total_epochs, console
+        self.total_epochs, self.console, self.classifies = total_epochs, console, classifies
         self.events: EventLog | None = None
         """The run's TensorBoard events; whoever opens the run sets and closes them."""
         self._bar: Progress | None = None
@@ -92,10 +94,9 @@ class Monitor:
         self._seconds += report.duration_s
         self._wait += report.data_wait * report.duration_s
         if self._bar is not None and self._task is not None:
-            accuracy = progress.correct / max(progress.seen, 1)
-            figures = (
-                f"loss {report.loss:.3f}  acc {accuracy:.1%}  {self._images / max(self._seconds, 1e-9):.0f} images/s"
-            )
+            accuracy = f"acc {progress.correct / max(progress.seen, 1):.1%}  " if self.classifies else ""
+            speed = self._images / max(self._seconds, 1e-9)
+            figures = f"loss {report.loss:.3f}  {accuracy}{speed:.0f} images/s"
             self._bar.update(self._task, completed=progress.step, figures=figures)
         if self.events is not None and progress.step % self.log_every_steps == 0:
             speed = report.images / max(report.duration_s, 1e-9)
@@ -135,7 +136,7 @@ class Monitor:
             "step": progress.step,
             "epoch": progress.epoch + 1,
             "train/loss": progress.loss_sum / seen,
-            "train/accuracy": progress.correct / seen,
+            **({"train/accuracy": progress.correct / seen} if self.classifies else {}),
             "train/lr": progress.lr,
             "train/grad_norm": progress.grad_norm,
             "train/images_per_s": self._images / max(self._seconds, 1e-9),
@@ -172,7 +173,8 @@ class Monitor:
         parts = [
             f"epoch {row['epoch']}{of}",
             f"step {row['step']}/{self._total_steps}",
-            f"train loss {row['train/loss']:.4f} accuracy {row['train/accuracy']:.2%}",
+            f"train loss {row['train/loss']:.4f}"
+            + (f" accuracy {row['train/accuracy']:.2%}" if self.classifies else ""),
         ]
         for scores in scored:
             is_best = progress.best_step == progress.step and progress.best_weights == scores.weights

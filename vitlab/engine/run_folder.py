@@ -1,5 +1,6 @@
 """The run folder: its paths, where a new one goes, and what in it a command goes on from."""
 
+import errno
 import fcntl
 import json
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 from vitlab.config import RunConfig
 from vitlab.data.preprocess import Preprocess
+from vitlab.disk import flush
 from vitlab.engine.state import list_states, load_state, step_of
 from vitlab.errors import InputError
 
@@ -64,17 +66,29 @@ class RunFolder:
         """Make the folder and keep other runs out of it; one that nothing was written into goes again.
 
         Raises:
-            InputError: another run is in the folder.
+            InputError: another run is in the folder, or nothing can be written there.
         """
         made = self._made or tuple(path for path in (self.path, self.path.parent) if not path.exists())
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self.lock.open("a") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path in made:
+                flush(path.parent)
+            lock = self.lock.open("a")
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise InputError(
+                f"train.run_dir {self.path} cannot be written ({error.strerror}): give another folder"
+            ) from error
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(
                     f"train.run_dir {self.path} is in use by another run: wait for its end, or give another folder"
                 ) from None
+            for path in self._half_written():
+                path.unlink(missing_ok=True)
             try:
                 yield
             finally:
@@ -83,6 +97,11 @@ class RunFolder:
                     for path in made:
                         with suppress(OSError):  # somebody else has put something there
                             path.rmdir()
+
+    def _half_written(self) -> list[Path]:
+        """Find what a killed process left of a file that it was writing: ours, and those that safetensors renames."""
+        own = {f".{path.name}.tmp" for path in vars(self).values() if isinstance(path, Path)}
+        return [path for path in self.path.iterdir() if path.name in own or re.fullmatch(r"\.tmp\w{6}", path.name)]
 
     def refuse_if_used(self) -> None:
         """Raise where something lies here that a run must not overwrite.
@@ -101,7 +120,7 @@ class RunFolder:
         names = {path.name for path in self.path.iterdir()}
         if [step_of(state) for state in states] == [0]:
             names -= {path.name for path in vars(self).values() if isinstance(path, Path)}
-            names -= {name for name in names if name.startswith(".") and name.endswith(".tmp")}
+            names -= {path.name for path in self._half_written()}
         elif self.lock.name in names and not states:  # ended while it was being set up
             names -= {path.name for path in (self.lock, self.config, self.train_batch)}
             names -= {path.name for path in (self.resume,) if not any(path.glob("[!.]*"))}

@@ -1,7 +1,8 @@
 """Resume states: all that the next step depends on, in a folder that is complete or not there.
 
 RUN/resume/step-N holds `tensors.safetensors` and `state.json`, which names the SHA-256 of both. A state is written into
-a hidden folder beside it, synced and renamed, so a kill leaves no half state under a state's name.
+a hidden folder beside it, synced and renamed, so a kill leaves no half state under a state's name. One of the same step
+gives way as .old-step-N and goes when the new one is on the disk; until then it stands for a step-N that is not there.
 Random numbers need no place in it: every stream is a function of the seed and of where in the run it is drawn.
 """
 
@@ -24,7 +25,7 @@ from vitlab.engine.objectives import Objective
 from vitlab.errors import InputError, RunError
 
 FORMAT = 2
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"(?:\.old-)?step-(\d+)")
 
 
 def step_of(state: Path) -> int:
@@ -160,7 +161,9 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
     """
     aside, old = (path.with_name(f"{prefix}{path.name}") for prefix in (".new-", ".old-"))
     try:
-        path.parent.mkdir(exist_ok=True)
+        if not path.parent.is_dir():
+            path.parent.mkdir()
+            flush(path.parent.parent)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -168,8 +171,7 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
         with (aside / "tensors.safetensors").open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         digests = {"tensors": digest, "record": _digest(record)}
-        text = json.dumps({"format": FORMAT, "sha256": digests, "record": record}, indent=1)
-        (aside / "state.json").write_text(text, encoding="utf-8")
+        (aside / "state.json").write_bytes(_to_json({"format": FORMAT, "sha256": digests, "record": record}))
         for written in (aside / "tensors.safetensors", aside / "state.json", aside):
             flush(written)
         if path.exists():
@@ -177,12 +179,12 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
             path.rename(old)
         aside.rename(path)
         flush(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"cannot write the state {path}: {reason}; the states before it are whole") from error
     finally:
-        for left in (aside, old):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -192,7 +194,8 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         InputError: the state is incomplete, damaged or of a newer format.
     """
     try:
-        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        written = (path / "state.json").read_bytes()
+        content = json.loads(written.decode())
         if content["format"] != FORMAT:
             raise InputError(
                 f"state {path} has format {content['format']}, and this vitlab goes on from {FORMAT} alone"
@@ -201,11 +204,17 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for part, digest in (("tensors", hashlib.sha256(data).hexdigest()), ("record", _digest(content["record"]))):
             if digest != content["sha256"][part]:
                 raise InputError(f"state {path} is damaged: its {part} does not have the recorded SHA-256")
+        if written != _to_json(content):  # 1E-5 reads as 1e-5, and still a bit has flipped
+            raise InputError(f"state {path} is damaged: its state.json is not as it was written")
         return load(data), content["record"]
     except InputError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InputError(f"state {path} is incomplete or damaged: {error}") from error
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1).encode()
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -216,12 +225,32 @@ def list_states(folder: Path) -> list[Path]:
     """Give the states in a folder, the newest first; folders still being written do not count."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if step_of(path) >= 0), key=step_of, reverse=True)
+    # Of one step the last by name: .old-step-N only where step-N is not there.
+    states = {step_of(path): path for path in sorted(folder.iterdir()) if step_of(path) >= 0}
+    return [states[step] for step in sorted(states, reverse=True)]
 
 
 def drop_old_states(folder: Path, *, keep: int) -> None:
     """Delete all but the newest `keep` states, and what a killed process left half written."""
-    for path in list_states(folder)[keep:]:
+    states = list_states(folder)
+    for path in {*states, *folder.glob(".*step-*")} - set(states[:keep]):
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".*step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+
+
+def differing_tensors(made: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[tuple[str, float]]:
+    """Name the tensors whose bits differ with the largest absolute difference in each, the largest first.
+
+    It is infinite for a tensor that only one side has, or that has another shape or dtype.
+    """
+    differing = []
+    for name in sorted(made.keys() | wanted.keys()):
+        ours, theirs = made.get(name), wanted.get(name)
+        if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            differing.append((name, float("inf")))
+        elif _bits(ours) != _bits(theirs):
+            differing.append((name, (ours.cpu().double() - theirs.cpu().double()).abs().max().item()))
+    return sorted(differing, key=lambda item: -item[1])
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

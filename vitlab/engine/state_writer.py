@@ -1,14 +1,16 @@
 """Resume states written beside the training: copied at once, written in a thread, one at a time."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vitlab.disk import flush
 from vitlab.engine.state import drop_old_states, save_state
+from vitlab.errors import RunError
 
 
 class StateWriter:
@@ -17,6 +19,7 @@ class StateWriter:
     Args:
         folder: where the states lie.
         keep: how many of them stay, the newest.
+        past: files and folders that tell of the steps before a state; they reach the disk before it does.
         save: writes a state; `state.save_state` unless a test stands in.
     """
 
@@ -25,9 +28,10 @@ class StateWriter:
         folder: Path,
         *,
         keep: int,
+        past: Sequence[Path] = (),
         save: Callable[[Path, dict[str, Tensor], dict[str, Any]], None] = save_state,
     ) -> None:
-        self.folder, self.keep, self._save = folder, keep, save
+        self.folder, self.keep, self.past, self._save = folder, keep, past, save
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -73,10 +77,20 @@ class StateWriter:
 
     def _write(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         try:
+            self._flush_past()
             self._save(self.folder / f"step-{step}", tensors, record)
             drop_old_states(self.folder, keep=self.keep)
         except BaseException as error:  # raised again where training sees it
             self._error = error
+
+    def _flush_past(self) -> None:
+        for path in self.past:
+            try:
+                flush(path)
+            except FileNotFoundError:  # nothing is logged yet, or not there
+                continue
+            except OSError as error:
+                raise RunError(f"cannot write {path}: {error.strerror}; the states before it are whole") from error
 
 
 def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:

@@ -104,10 +104,12 @@ class Trainer:
             on_evaluation: called with each evaluation's scores, raw and averaged, for what the caller wants shown.
 
         Raises:
-            RunError: the loss or the gradient is not finite; the files hold the last good weights.
+            RunError: the loss or the gradient is not finite, or memory is full; the files hold the last good weights.
+            InputError: an image cannot be read; the state is saved.
             Interrupted: a signal came; the state is saved.
         """
-        with self.monitor.running(self.progress, self.total_steps), self.keeper.listening():
+        keeper, running = self.keeper, self.monitor.running(self.progress, self.total_steps)
+        with running, keeper.listening(), keeper.explaining_memory(self):
             while not self.done:
                 self.train_epoch()
                 scores = self.evaluate() if self._evaluation_is_due() else []
@@ -115,7 +117,7 @@ class Trainer:
                 if scores and on_evaluation is not None:
                     on_evaluation(scores)
                 self.progress.start_epoch()
-                self.keeper.epoch_ended(self)
+                keeper.epoch_ended(self)
         return self.progress
 
     def train_epoch(self) -> None:
@@ -125,7 +127,7 @@ class Trainer:
         self.objective.train()
         batches = self.data.train.epoch(self.progress.epoch, start_batch=self.progress.batch)
         asked = time.perf_counter()
-        for micro_batches in _groups(batches, self.config.accumulate):
+        for micro_batches in self.keeper.fetching(self, _groups(batches, self.config.accumulate)):
             data_wait = time.perf_counter() - asked
             try:
                 report = self.train_step(micro_batches)
@@ -195,7 +197,7 @@ class Trainer:
         with eager, self.monitor.evaluating(self.data.val.num_images) as on_batch:
             scores = evaluate(
                 objective,
-                self.data.val.epoch(0),
+                self.keeper.fetching(self, self.data.val.epoch(0)),
                 classes=self.data.classes,
                 preprocess=self.data.preprocess,
                 weights=weights,

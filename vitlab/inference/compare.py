@@ -1,4 +1,4 @@
-"""Two runs on the same images: which is better, and how sure that is.
+"""Two runs on the same images: which is better, how sure that is, and whether they are the same to the last bit.
 
 A pair of runs is compared image by image. With several seeds each pair of the same seed is, and then their mean. The
 difference is always top-1 of A minus top-1 of B.
@@ -21,6 +21,7 @@ from vitlab.engine.evaluator import Scores, percent
 from vitlab.engine.statistics import Interval, mcnemar, mean_difference_interval, paired_difference_interval
 from vitlab.errors import InputError
 from vitlab.inference.run_pairs import common_root, differing_fields, pair_up, read_config
+from vitlab.inference.sameness import Sameness, compare_bits
 from vitlab.inference.scoring import Scored, read_split, score
 from vitlab.models.files import ModelFile, load_model
 from vitlab.options import CompareOptions
@@ -42,6 +43,7 @@ class Pair:
     """`seed-N`; empty where no seeds are compared."""
     paths: tuple[Path, Path]
     scores: tuple[Scores, Scores]
+    sameness: Sameness
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Comparison:
         """Whether some images could not be read."""
         return any(scores.errors for pair in self.pairs for scores in pair.scores)
 
+    @property
+    def identical(self) -> bool:
+        """Whether the runs have the same losses and weights to the last bit."""
+        return all(pair.sameness.identical for pair in self.pairs)
+
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain JSON values; fractions, not percent."""
         read = self.verdicts[:, :, (self.verdicts >= 0).all(axis=(0, 1))] == 1  # (S, 2, images that all could read)
@@ -78,6 +85,7 @@ class Comparison:
             "count": read.shape[2],
             "config": None if self.config is None else {key: list(values) for key, values in self.config.items()},
             "left_out": list(self.left_out),
+            "identical": self.identical,
             "pairs": pairs,
             "difference": float(differences.mean()),
             "interval": list(mean_difference_interval(differences)) if several else pairs[0]["interval"],
@@ -105,6 +113,7 @@ class Comparison:
             "mcnemar_p": mcnemar(only_a, only_b),
             "difference": (only_a - only_b) / len(right_a),
             "interval": list(interval),
+            "sameness": pair.sameness.to_dict(),
         }
 
 
@@ -133,6 +142,8 @@ def compare_runs(options: CompareOptions, *, say: _Say, progress: "Progress | No
     told: set[str] = set()
     for name, paths in members.items():
         a, b = (load_model(path, device=resolve_device(options.device)) for path in paths)
+        for path, model in zip(paths, (a, b), strict=True):
+            model.require_classes(path)
         _check_classes(runs, a, b)
         scored = _read_same(a, b, data, split)
         images = images or fingerprint(scored[0].split)
@@ -146,7 +157,7 @@ def compare_runs(options: CompareOptions, *, say: _Say, progress: "Progress | No
             _score(options, model, own, f"{side} {name}".strip(), progress)
             for side, model, own in zip(_SIDES, (a, b), scored, strict=True)
         )
-        pairs.append(Pair(name, paths, (scores_a, scores_b)))
+        pairs.append(Pair(name, paths, (scores_a, scores_b), compare_bits(*paths)))
         verdicts.append(np.stack([_verdicts(scores, len(scored[0].split)) for scores in (scores_a, scores_b)]))
     return Comparison(runs, data, split, tuple(pairs), np.stack(verdicts), differing_fields(configs), left_out)
 

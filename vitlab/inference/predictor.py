@@ -37,7 +37,7 @@ class Predictor:
         batch_size: images that go through the network at a time; the numbers do not depend on it beyond 1e-5.
 
     Raises:
-        InputError: the file is no model file of vitlab's, or the device is not there.
+        InputError: the file is no model file of vitlab's or knows no classes, or the device is not there.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", batch_size: int = 32) -> None:
@@ -45,6 +45,7 @@ class Predictor:
             raise InputError(f"batch_size is {batch_size}: give 1 or more")
         self.device, self.batch_size = resolve_device(device), batch_size
         file = load_model(Path(checkpoint), device=self.device)
+        file.require_classes(checkpoint)
         self.network = file.network.float().eval()
         self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature
 

@@ -5,12 +5,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
-from vitlab.config import DataConfig
+from vitlab.config import DataConfig, RunConfig
 from vitlab.data.datasets import Split, SplitName, fingerprint, load_split
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform
 from vitlab.engine.evaluator import Scores, evaluate
-from vitlab.engine.objectives import Classification
+from vitlab.engine.objectives import Objective, build_objective
 from vitlab.models.files import ModelFile
 
 
@@ -42,7 +42,17 @@ def read_split(model: ModelFile, data: str, name: SplitName) -> Scored:
         val_fraction=run.get("val_fraction", DataConfig.val_fraction),
         seed=run.get("seed", DataConfig.val_seed),
     )
-    own = run.get("fingerprint", {"sha256": {}, "counts": {}})
+    return Scored(split, log, *known_past(model, split))
+
+
+def known_past(model: ModelFile, split: Split) -> tuple[bool, str | None]:
+    """Look for a split in what the model's run recorded.
+
+    Returns:
+        Whether the run knew these very images as this split, and a warning where the model was, or may have been,
+        trained on them.
+    """
+    own, name = model.data.get("fingerprint", {"sha256": {}, "counts": {}}), split.name
     is_own = own["sha256"].get(name) == fingerprint(split)["sha256"][name]
     note = None
     if name == "train" and is_own:
@@ -51,7 +61,13 @@ def read_split(model: ModelFile, data: str, name: SplitName) -> Scored:
         note = f"these are not the {name} images of the model's own run, and it may have seen some"
     elif name == "all" and len(split) == own["counts"].get("train", 0) + own["counts"].get("val", 0):
         note = "as many images as the model's run had; if they are the same, it was trained on most of them"
-    return Scored(split, log, is_own, note)
+    return is_own, note
+
+
+def _objective(model: ModelFile) -> Objective:
+    """Give what the weights were trained for, as evaluation sees it; of a file that does not say, classification."""
+    config = RunConfig.from_dict({"objective": model.objective}).objective
+    return build_objective(config, model.network, class_counts=[1] * len(model.classes))
 
 
 def score(
@@ -63,7 +79,7 @@ def score(
     on_error: Literal["stop", "skip"],
     on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score a model file on a split with the file's own preprocessing, as its logits stand and at its temperature.
+    """Score a model file on a split with its own preprocessing and objective, as it stands and at its temperature.
 
     Raises:
         InputError: an image cannot be read and `on_error` is `stop`, or none can.
@@ -72,7 +88,7 @@ def score(
     loader = Loader(split, EvalTransform(model.preprocess), batch_size=batch_size, workers=workers, on_error=on_error)
     with closing(loader):
         return evaluate(
-            Classification(model.network),
+            _objective(model),
             loader.epoch(0),
             classes=model.classes,
             preprocess=model.preprocess,

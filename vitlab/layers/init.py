@@ -34,6 +34,12 @@ def lecun_conv(conv: nn.Conv2d) -> None:
     _zero_bias(conv)
 
 
+def normal_linear(linear: nn.Linear, *, std: float) -> None:
+    """Draw weights from a normal; the bias becomes 0."""
+    normal_table(linear.weight, std=std)
+    _zero_bias(linear)
+
+
 def zero_linear(linear: nn.Linear) -> None:
     """Set weights and bias to 0."""
     nn.init.zeros_(linear.weight)
@@ -41,7 +47,7 @@ def zero_linear(linear: nn.Linear) -> None:
 
 
 def normal_table(table: Tensor, *, std: float) -> None:
-    """Draw a table of tokens or positions from a normal."""
+    """Draw a table of tokens or positions, or any other tensor, from a normal."""
     if table.is_meta:  # nothing to draw, and torch would import its compiler for it, which takes two seconds
         return
     with torch.no_grad():

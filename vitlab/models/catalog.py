@@ -6,6 +6,7 @@ from typing import Any
 
 from vitlab.errors import unknown_name
 from vitlab.models.davit import DAVIT_SIZES, DaViT
+from vitlab.models.imagegpt import IMAGEGPT_SIZES, ImageGPT
 from vitlab.models.network import Network
 from vitlab.models.swin import SWIN_SIZES, SwinTransformer
 from vitlab.models.timm_network import PREFIX, TimmNetwork
@@ -16,6 +17,7 @@ _ARCHITECTURES: tuple[tuple[Callable[[Any], Network], Mapping[str, Any]], ...] =
     (VisionTransformer, VIT_SIZES),
     (SwinTransformer, SWIN_SIZES),
     (DaViT, DAVIT_SIZES),
+    (ImageGPT, IMAGEGPT_SIZES),
 )
 
 

@@ -1,6 +1,7 @@
-"""What a network costs: its parameters, and the multiply-adds of one image."""
+"""What a network costs: its parameters, the multiply-adds of one image, and an ImageGPT's memory in training."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitlab.layers.patch import to_pair
+from vitlab.models.imagegpt import ImageGPT, ImageGPTConfig
 from vitlab.models.network import Network
 from vitlab.models.timm_network import TimmNetwork
 
@@ -22,7 +25,8 @@ def count_macs(network: Network) -> int:
 
     Matrix products, convolutions and the two products of attention count; norms, activations and sums do not. Papers
     often call this number FLOPs. A copy without data does the counting, so that the size of the network does not
-    matter, and so that attention is the plain products that torch can count.
+    matter, and so that attention is the plain products that torch can count. An ImageGPT's pass is the one that it is
+    made for, from tokens to the colour logits of all pixels, with the whole square of causal attention.
 
     Args:
         network: on any device; a network without data, on the device `meta`, is quickest.
@@ -32,9 +36,39 @@ def count_macs(network: Network) -> int:
     blocks = [] if isinstance(network, TimmNetwork) else network.repeated_blocks()  # what timm's take is not known
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         repeats = _Repeats(blocks, counter)
-        network(images)
+        if isinstance(network, ImageGPT):
+            network.pixel_logits(torch.empty(1, math.prod(network.image_size), dtype=torch.int64, device="meta"))
+        else:
+            network(images)
     flops: int = counter.get_total_flops() + repeats.flops
     return flops // 2
+
+
+def training_memory(
+    config: ImageGPTConfig, *, batch_size: int, bytes_per_value: int = 4, fused_attention: bool = True
+) -> int:
+    """Estimate the bytes that a training step of an ImageGPT's colour logits needs at its height.
+
+    That is weights, gradients and two moments of an optimizer in float32; what the forward pass keeps for the backward
+    pass; and the logits, their logarithms and a gradient. Neither dropout nor the recomputing of blocks is counted.
+
+    Args:
+        config: shape of the network and size of the images.
+        batch_size: images at a time, each of H x W tokens.
+        bytes_per_value: of what linear layers and attention take: 4 in float32, 2 under autocast to bf16 or fp16. The
+            tokens between the branches and the norms stay in float32.
+        fused_attention: whether attention keeps no square of the pixels. On a CPU under autocast it does.
+    """
+    with torch.device("meta"):
+        parameters = count_parameters(ImageGPT(config))
+    D, L, V = config.embed_dim, config.depth, config.num_colors
+    N = math.prod(to_pair(config.image_size))
+    between = 4 * 4 * D  # both norms' input, and the same without the gain
+    # Both norms' output; queries, keys, values and what attention makes of them; the hidden layer, twice.
+    within = bytes_per_value * (6 * D + 2 * int(D * config.mlp_ratio))
+    squares = 0 if fused_attention else 2 * bytes_per_value * config.num_heads * N  # with and without empty rows
+    logits = 4 * 3 * V
+    return 16 * parameters + batch_size * N * (L * (between + within + squares) + 4 * 3 * D + logits)
 
 
 class _Repeats:

@@ -1,16 +1,18 @@
 """The model file: weights and all that is needed to use them, in one safetensors file that never runs code.
 
 The record lies in the file's metadata under the key `vitlab`, a JSON object with `format`, `model` (name, config),
-`classes`, `preprocess`, `metrics`, `weights`, `data`, `temperature`, `version` and `sha256`: the hash of the whole file
-with its own digits as zeros, because a flipped bit in a safetensors file would otherwise load without a word. Files of
-earlier versions lack `temperature`, which is then 1; those versions read newer files and pass over it.
+`classes`, `preprocess`, `metrics`, `weights`, `data`, `temperature`, `objective`, `version` and `sha256`: the hash of
+the whole file with its own digits as zeros, because a flipped bit in a safetensors file would otherwise load without a
+word. Files of earlier versions lack `temperature`, which is then 1, and `objective`, which is then classification;
+those versions read newer files and pass over them.
 """
 
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -20,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vitlab import __version__
-from vitlab.checks import is_number
+from vitlab.checks import is_number, require
 from vitlab.data.preprocess import Preprocess
 from vitlab.disk import replacing
 from vitlab.errors import InputError, RunError
@@ -53,6 +55,21 @@ class ModelFile:
     """Version of vitlab that wrote the file."""
     temperature: float = 1.0
     """What the logits are divided by before the softmax, so that probabilities are as sure as validation warrants."""
+    objective: dict[str, Any] = field(default_factory=dict)
+    """What the weights were trained for: the run's `objective` section; empty where the file does not say."""
+
+    def require_classes(self, path: str | os.PathLike[str]) -> None:
+        """Raise where the class logits were never trained.
+
+        Raises:
+            InputError: the weights were trained for pixels alone.
+        """
+        name = self.objective.get("name", "classification")
+        require(
+            name in ("classification", "joint"),
+            f"{path} was trained for {name} and knows no classes: train from it with --model.weights {path} and "
+            "--objective.name joint, or look at its features with vitlab probe",
+        )
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,7 @@ def save_model(
     weights: Literal["raw", "ema"] = "raw",
     data: Mapping[str, Any],
     temperature: float = 1.0,
+    objective: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model file; at every moment `path` is the old file or the new one, whole.
 
@@ -121,6 +139,7 @@ def save_model(
         weights: whether the network holds the trained weights or their moving average.
         data: fingerprint of the training data, plain JSON values.
         temperature: what the logits are divided by before the softmax, above 0; it is not in the weights.
+        objective: what the weights were trained for, the fields of an ObjectiveConfig.
 
     Raises:
         RunError: the file cannot be written, or a weight is not finite; what was at `path` is still there.
@@ -138,6 +157,7 @@ def save_model(
         "weights": weights,
         "data": dict(data),
         "temperature": temperature,
+        "objective": dict(objective or {}),
         "version": __version__,
         "sha256": _NO_DIGITS,  # last, so that these digits are the header's last row of zeros
     }
@@ -179,6 +199,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> Model
             data=dict(record["data"]),
             version=record["version"],
             temperature=float(temperature),
+            objective=dict(record.get("objective", {})),
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise _damaged(file.path, f"its record is not as it should be ({error})") from error

@@ -1,4 +1,4 @@
-"""How other projects name and shape the weights of ViT, Swin and DaViT, both ways.
+"""How other projects name and shape the weights of ViT, Swin and DaViT, both ways; ImageGPT's have a file of their own.
 
 Our names are timm's, so its files need no table. A layout gives, for a parameter of ours, the name or names that it has
 elsewhere; from that follow the way in and the way out.
@@ -33,6 +33,10 @@ class Layout:
     """In front of every name but the head's in a whole classifier; a bare backbone goes without it."""
     ignored: str = r"(?!)"
     """What the project saves beside weights, such as tables that follow from the shape."""
+    to_torch: Callable[[State], State] = dict
+    """Brings tensors that have other shapes there into ours, still under their names."""
+    from_torch: Callable[[State], State] = dict
+    """Its inverse."""
 
     def names(self, ours: str) -> tuple[str, ...]:
         """Give the name, or the three, of a parameter of ours."""
@@ -55,11 +59,12 @@ class Layout:
         """
         rest = {name: tensor for name, tensor in state.items() if not re.search(self.ignored, name)}
         ignored = tuple(name for name in state if name not in rest)
+        rest = self.to_torch(rest)
         ours: State = {}
         for name in wanted:
             found = [part if part in rest else part.removeprefix(self.prefix) for part in self.names(name)]
             found = list(dict.fromkeys(found))  # only queries, keys and values have three names
-            if all(part in rest for part in found):
+            if all(part in rest for part in found) and _fit_together([rest[part] for part in found]):
                 parts = [rest.pop(part) for part in found]
                 ours[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return {**ours, **rest}, ignored
@@ -70,10 +75,15 @@ class Layout:
         for name, tensor in state.items():
             names = tuple(dict.fromkeys(self.names(name)))
             theirs.update(zip(names, tensor.chunk(len(names)), strict=True))
-        return theirs
+        return self.from_torch(theirs)
 
 
-def _by_rules(*rules: tuple[str, str]) -> Callable[[str], str]:
+def _fit_together(parts: list[Tensor]) -> bool:
+    """Tell whether parts differ in their rows at most; what does not is left, and found to match nothing."""
+    return len(parts) == 1 or (min(part.ndim for part in parts) > 0 and len({part.shape[1:] for part in parts}) == 1)
+
+
+def by_rules(*rules: tuple[str, str]) -> Callable[[str], str]:
     """Apply regular expressions, each with its replacement, one after another."""
 
     def rename(name: str) -> str:
@@ -86,8 +96,8 @@ def _by_rules(*rules: tuple[str, str]) -> Callable[[str], str]:
 
 def _torchvision_swin(ours: str) -> str:
     """Count a stage's blocks and the merging before it as torchvision's one list of features does."""
-    ours = _by_rules((r"^patch_embed\.proj\.", "features.0.0."), (r"^patch_embed\.norm\.", "features.0.2."))(ours)
-    ours = _by_rules((r"mlp\.fc1\.", "mlp.0."), (r"mlp\.fc2\.", "mlp.3."), (r"^head\.fc\.", "head."))(ours)
+    ours = by_rules((r"^patch_embed\.proj\.", "features.0.0."), (r"^patch_embed\.norm\.", "features.0.2."))(ours)
+    ours = by_rules((r"mlp\.fc1\.", "mlp.0."), (r"mlp\.fc2\.", "mlp.3."), (r"^head\.fc\.", "head."))(ours)
     match = re.match(r"layers\.(\d+)\.(blocks|downsample)\.(.*)", ours)
     if not match:
         return ours
@@ -123,7 +133,7 @@ LAYOUTS = (
     Layout(
         name="torchvision",
         marks=frozenset({"class_token", "conv_proj.weight", "encoder.layers.encoder_layer_0.mlp.0.weight"}),
-        rename=_by_rules(
+        rename=by_rules(
             *_TORCHVISION_BLOCK,
             (r"^blocks\.(\d+)\.mlp\.fc1\.", r"encoder.layers.encoder_layer_\1.mlp.0."),
             (r"^blocks\.(\d+)\.mlp\.fc2\.", r"encoder.layers.encoder_layer_\1.mlp.3."),
@@ -132,7 +142,7 @@ LAYOUTS = (
     Layout(  # its names of before 2022
         name="torchvision",
         marks=frozenset({"class_token", "conv_proj.weight", "encoder.layers.encoder_layer_0.mlp.linear_1.weight"}),
-        rename=_by_rules(
+        rename=by_rules(
             *_TORCHVISION_BLOCK,
             (r"^blocks\.(\d+)\.mlp\.fc([12])\.", r"encoder.layers.encoder_layer_\1.mlp.linear_\2."),
         ),
@@ -140,7 +150,7 @@ LAYOUTS = (
     Layout(
         name="transformers",
         marks=frozenset({"embeddings.cls_token", "layers.0.layernorm_before.weight"}),
-        rename=_by_rules(
+        rename=by_rules(
             *_TRANSFORMERS_FRAME,
             (r"^blocks\.(\d+)\.norm1\.", r"vit.layers.\1.layernorm_before."),
             (r"^blocks\.(\d+)\.norm2\.", r"vit.layers.\1.layernorm_after."),
@@ -155,7 +165,7 @@ LAYOUTS = (
     Layout(  # the files that transformers before 5 wrote, as most of the published ones are
         name="transformers",
         marks=frozenset({"embeddings.cls_token", "encoder.layer.0.layernorm_before.weight"}),
-        rename=_by_rules(
+        rename=by_rules(
             *_TRANSFORMERS_FRAME,
             (r"^blocks\.(\d+)\.norm1\.", r"vit.encoder.layer.\1.layernorm_before."),
             (r"^blocks\.(\d+)\.norm2\.", r"vit.encoder.layer.\1.layernorm_after."),
@@ -171,7 +181,7 @@ LAYOUTS = (
     Layout(
         name="google",
         marks=frozenset({"cls", "embedding/kernel", "Transformer/encoderblock_0/LayerNorm_0/scale"}),
-        rename=_by_rules(
+        rename=by_rules(
             (r"^cls_token$", "cls"),
             (r"^patch_embed\.proj\.", "embedding/"),
             (r"^pos_embed$", "Transformer/posembed_input/pos_embedding"),
@@ -204,7 +214,7 @@ LAYOUTS = (
     Layout(
         name="dingmyu",
         marks=frozenset({"patch_embeds.0.proj.weight", "main_blocks.0.0.0.attn.qkv.weight"}),
-        rename=_by_rules(
+        rename=by_rules(
             (r"^stem\.conv\.", "patch_embeds.0.proj."),
             (r"^stem\.norm\.", "patch_embeds.0.norm."),
             (r"^stages\.(\d+)\.downsample\.conv\.", r"patch_embeds.\1.proj."),

@@ -6,7 +6,7 @@ The names are timm's, which the whole field knows.
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class Network(nn.Module):
     """Channels C of the images."""
     image_size: tuple[int, int]
     """(height, width) in pixels."""
+    pixel_statistics: tuple[float, float] | None = None
+    """Mean and standard deviation that the Preprocess of its images must have; None where any do."""
 
     def config_dict(self) -> dict[str, Any]:
         """Give the resolved keyword arguments: `create_model(net.name, **net.config_dict())` builds the same network.
@@ -120,11 +122,37 @@ class BlockNetwork(Network):
         head = self.get_classifier()
         head.out_features = num_classes
         head.weight = nn.Parameter(head.weight.new_zeros(num_classes, head.in_features))
-        head.bias = nn.Parameter(head.weight.new_zeros(num_classes))
+        if head.bias is not None:
+            head.bias = nn.Parameter(head.weight.new_zeros(num_classes))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in the backward pass, or stop doing so."""
         self.checkpoint_blocks = enable
+
+
+@runtime_checkable
+class PixelNetwork(Protocol):
+    """What a network answers to, beside `Network`, that gives the colours of pixels: see `ImageGPT`."""
+
+    palette: Tensor
+    color_head: nn.Module
+    """The last layer of the colour logits."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a pixel's output knows the pixels before it alone."""
+
+    def set_palette(self, palette: Tensor) -> None:
+        """Take other colours, `(V, C)` in [-1, 1]."""
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Give images `(B, C, H, W)` as tokens `(B, N)`."""
+
+    def pixel_features(self, tokens: Tensor, *, hidden: Tensor | None = None, mask_embedding: bool = False) -> Tensor:
+        """Give features `(B, N, D)` of tokens."""
+
+    def color_logits(self, features: Tensor) -> Tensor:
+        """Give logits `(B, N, V)` of features."""
 
 
 def device_of(module: nn.Module) -> torch.device:

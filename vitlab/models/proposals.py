@@ -1,8 +1,8 @@
 """Which shape of each architecture suits a size of image: a few rules, and the reason in words.
 
 Two sizes of network are proposed. Up to 64 pixels it is one of one to two million parameters, which trains from scratch
-on a small data set; above, it has the widths of the architecture's named tiny network. The side of an image that is not
-square is here that of a square of its area.
+on a small data set; above, it has the widths of the architecture's named tiny network, and an ImageGPT, which reads
+pixel by pixel, would take too long. The side of an image that is not square is here that of a square of its area.
 
 Legend: a grid is (H, W), the tokens or positions of a stage; a stride is the pixels from one to the next in the first
 grid, which is Swin's patch size and DaViT's stem stride.
@@ -20,8 +20,9 @@ import torch
 
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model
-from vitlab.models.costs import count_macs, count_parameters
+from vitlab.models.costs import count_macs, count_parameters, training_memory
 from vitlab.models.davit import DAVIT_SIZES
+from vitlab.models.imagegpt import IMAGEGPT_SIZES, ImageGPTConfig
 from vitlab.models.swin import SWIN_SIZES
 from vitlab.models.vit import VIT_SIZES
 
@@ -45,7 +46,12 @@ _NAMED: Mapping[str, tuple[str, Any]] = {
     "vit": ("vit_tiny", VIT_SIZES["vit_tiny"]),
     "swin": ("swin_tiny", SWIN_SIZES["swin_tiny"]),
     "davit": ("davit_tiny", DAVIT_SIZES["davit_tiny"]),
+    "imagegpt": ("imagegpt_small", IMAGEGPT_SIZES["imagegpt_small"]),
 }
+# Of ViT and ImageGPT for small images.
+_SMALL_WIDTHS = {"embed_dim": 128, "depth": 6, "num_heads": 4}
+# Images in the training step whose costs are told, and passes forward that it is worth.
+_STEP_IMAGES, _STEP_PASSES = 32, 3
 # Doubling or halving the stride that a size of image asks for is as bad as so large a share of padding.
 _PADDING_FOR_DOUBLE_STRIDE = 0.1
 
@@ -55,7 +61,7 @@ class Proposal:
     """A network for a size of image, or the reason why there is none."""
 
     architecture: str
-    """vit, swin or davit."""
+    """vit, swin, davit or imagegpt."""
     image_size: Size
     """(height, width) in pixels."""
     reason: str
@@ -91,8 +97,9 @@ class Proposal:
 
 
 def propose(image_size: Size) -> list[Proposal]:
-    """Propose a ViT, a Swin transformer and a DaViT for images of (height, width) pixels."""
-    return [_propose_vit(image_size), _propose_swin(image_size), _propose_davit(image_size)]
+    """Propose a ViT, a Swin transformer, a DaViT and an ImageGPT for images of (height, width) pixels."""
+    makers = (_propose_vit, _propose_swin, _propose_davit, _propose_imagegpt)
+    return [propose_one(image_size) for propose_one in makers]
 
 
 def describe_size(size: Sequence[int]) -> str:
@@ -137,7 +144,7 @@ def _propose_vit(image_size: Size) -> Proposal:
     grid = (image_size[0] // patch, image_size[1] // patch)
     tokens = f"{math.prod(grid)} tokens, nearest to {target}"
     reason = f"grid {describe_size(grid)}; patch {patch} divides the image and makes {tokens}"
-    widths = {"embed_dim": 128, "depth": 6, "num_heads": 4} if _is_small(image_size) else {}
+    widths = _SMALL_WIDTHS if _is_small(image_size) else {}
     return _network("vit", image_size, reason, patch_size=patch, **widths)
 
 
@@ -215,6 +222,24 @@ def _propose_davit(image_size: Size) -> Proposal:
         depths=(1,) * (len(widths) - 2) + (2 if _is_small(image_size) else 3, 1),
         num_heads=heads,
     )
+
+
+def _propose_imagegpt(image_size: Size) -> Proposal:
+    """Take the small width, unless the row of pixels is too long: attention's work grows with its square."""
+    pixels, most = math.prod(image_size), _SMALL_SIDE**2
+    if not _is_small(image_size):
+        scale = math.sqrt(most / pixels)
+        short = max(1, int(min(image_size) * scale))
+        long = min(int(max(image_size) * scale), most // short)
+        near = (short, long) if image_size[0] <= image_size[1] else (long, short)
+        reason = f"a row of {pixels:,} pixels is longer than {most:,}: resize to {describe_size(near)} or less"
+        return Proposal(architecture="imagegpt", image_size=image_size, reason=reason)
+    proposal = _network("imagegpt", image_size, f"a row of {pixels:,} pixels", **_SMALL_WIDTHS)
+    config = ImageGPTConfig(image_size=image_size, num_classes=NUM_CLASSES, **proposal.overrides)
+    memory = training_memory(config, batch_size=_STEP_IMAGES)
+    macs = _STEP_PASSES * _STEP_IMAGES * (proposal.macs or 0)
+    step = f"a training step of {_STEP_IMAGES} images takes about {memory / 2**30:.1f} GiB in float32"
+    return dataclasses.replace(proposal, reason=f"{proposal.reason}; {step} and {macs / 1e9:,.0f} G multiply-adds")
 
 
 def _widths(image_size: Size, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

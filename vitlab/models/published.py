@@ -19,6 +19,8 @@ class Published:
     """Who reports it, and what the network had seen beside ImageNet-1k."""
     weights: str | None = None
     """Weights of this very shape, as `model.weights` takes them; those of the error unless the source denies it."""
+    nats_per_pixel: float | None = None
+    """Loss of a pixel's colour on test images of ImageNet-1k at 32 x 32, as the authors of ImageGPT state it."""
 
 
 _DEIT = "facebookresearch/deit"
@@ -53,6 +55,14 @@ PUBLISHED = {
     "davit_large": Published(),
     "davit_huge": Published(),
     "davit_giant": Published(error=9.6, source="arXiv:2204.03645; 1.5G image-text pairs first"),
+    "imagegpt_small": Published(nats_per_pixel=2.0895),
+    "imagegpt_medium": Published(nats_per_pixel=2.0614),
+    "imagegpt_large": Published(
+        error=27.4,
+        source="Generative Pretraining from Pixels; fine-tuned at 48x48",
+        nats_per_pixel=2.0466,
+    ),
+    "imagegpt_xlarge": Published(),
 }
 
 
@@ -63,7 +73,7 @@ def describe_models() -> list[dict[str, Any]]:
 
     Returns:
         Rows of `name`, `parameters`, `macs` (multiply-adds of one image), `image_size` ([height, width] in pixels),
-        `top1_error` (a fraction), `source` and `weights` as in `Published`.
+        `top1_error` (a fraction), `source`, `weights` and `nats_per_pixel` as in `Published`.
     """
     rows = []
     for name in list_models():
@@ -79,6 +89,7 @@ def describe_models() -> list[dict[str, Any]]:
                 "top1_error": None if known.error is None else round(known.error / 100, 6),
                 "source": known.source,
                 "weights": known.weights,
+                "nats_per_pixel": known.nats_per_pixel,
             }
         )
     return rows

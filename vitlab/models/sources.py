@@ -42,8 +42,9 @@ def read_source(source: str | Path) -> Source:
 
     Args:
         source: a model file or run folder of vitlab; another .safetensors; a .pth, .pt or .bin of torch; an .npz of
-            Google's ViT; a folder in which transformers or timm saved a model; or `timm/NAME`, which is looked for
-            where earlier downloads lie, and fetched only where it is not there.
+            Google's ViT or OpenAI's ImageGPT; a folder in which transformers or timm saved a model (an ImageGPT with
+            the palette of its image processor); or `timm/NAME`, which is looked for where earlier downloads lie, and
+            fetched only where it is not there.
 
     Raises:
         InputError: there is no such thing, it is damaged, or it would run code.
@@ -61,13 +62,29 @@ def read_source(source: str | Path) -> Source:
         if file.record:
             shape = ("image_size", "channels")
             stated = {name: value for name, value in file.record["preprocess"].items() if name not in shape}
-        return Source(file.tensors(), file.record["model"]["config"] if file.record else None, stated)
+        entries = file.tensors() if file.record else _with_palette_beside(file.tensors(), path)
+        return Source(entries, file.record["model"]["config"] if file.record else None, stated)
     if suffix == ".npz":
-        return Source(_read_npz(path), None, {"mean": [0.5] * 3, "std": [0.5] * 3})  # of all of Google's ViT
+        return Source(_read_npz(path), None, {"mean": [0.5] * 3, "std": [0.5] * 3})  # Google's ViT, OpenAI's ImageGPT
     if suffix in _PICKLED_SUFFIXES:
-        return Source(_read_pickled(path), None, stated)
+        return Source(_with_palette_beside(_read_pickled(path), path), None, stated)
     suffixes = ", ".join((*_PICKLED_SUFFIXES, ".npz"))
     raise InputError(f"{path} is no weights file: give a run folder, .safetensors, {suffixes}")
+
+
+def read_record(source: str | Path) -> Mapping[str, Any] | None:
+    """Read the record of a model file or run folder of vitlab; None for weights from anywhere else.
+
+    Raises:
+        InputError: there is no such file, or it is damaged.
+    """
+    if str(source).startswith(PREFIX) and not Path(source).exists():
+        return None
+    path = Path(source)
+    if path.is_dir() and not (path / "best.safetensors").exists():
+        return None
+    path = checkpoint_path(path)
+    return read_safetensors(path).record if path.suffix.lower() == ".safetensors" else None
 
 
 def _stated_beside(path: Path) -> dict[str, Any]:
@@ -80,6 +97,15 @@ def _stated_beside(path: Path) -> dict[str, Any]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # no such file, or one of another meaning
     return stated
+
+
+def _with_palette_beside(entries: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Add the palette that transformers' image processor of an ImageGPT wrote into a file beside the weights."""
+    try:
+        content = json.loads((path.parent / "preprocessor_config.json").read_text(encoding="utf-8"))
+        return {**entries, "palette": torch.tensor(content["clusters"], dtype=torch.float32)}
+    except (OSError, ValueError, TypeError, KeyError):
+        return entries  # no such file, or that of another network
 
 
 def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,8 +121,9 @@ def _of_timm(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "mean": list(config["image_mean"]),
-        "std": list(config["image_std"]),
+        # The processor of ImageGPT, which has clusters, maps to [-1, 1] and did not always say so.
+        "mean": [0.5] * 3 if "clusters" in config else list(config["image_mean"]),
+        "std": [0.5] * 3 if "clusters" in config else list(config["image_std"]),
         "interpolation": _PILLOW_FILTERS[config["resample"]],
         "resize_mode": "squash",  # its processor resizes to height and width and crops nothing
     }
@@ -144,7 +171,7 @@ def _fetch(name: str, repository: str) -> str:
 
 
 def _read_npz(path: Path) -> Mapping[str, Any]:
-    """Open Google's arrays; pickled objects in them are refused."""
+    """Open Google's or OpenAI's arrays; pickled objects in them are refused."""
     try:
         # numpy leaves a file that it opened itself open where it is no archive.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
