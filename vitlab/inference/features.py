@@ -8,7 +8,7 @@ grow with depth, one scale.
 
 - ImageGPT: the positions are the pixels. This is the paper's f^l, the pooled normed input of the block after the l-th,
   and at the last layer the pooled final norm. The paper's f^0, of no block at all, is left out.
-- ViT: the patches, without the class token, with either pool. What timm gives of its own ViTs has no such tokens either.
+- ViT: the patches, without the class token, with either pool, as timm gives its own ViTs' layers.
 - Swin and DaViT: the positions of the stage's map, before the step down to the next stage.
 - timm/NAME: the positions of each map that timm names, after a block or, in most pyramids, after a stage.
 
@@ -33,7 +33,7 @@ from vitlab.models.network import BlockNetwork, Network, device_of
 from vitlab.models.timm_network import TimmNetwork
 from vitlab.models.vit import VisionTransformer
 
-_EPS = 1e-6
+_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,11 @@ def pooled_layers(network: Network, images: Tensor) -> Iterator[Tensor]:
         network: in evaluation mode.
         images: float `(B, C, H, W)`, normalised.
     """
-    is_ours = isinstance(network, BlockNetwork)
-    for output in network.block_outputs(images) if is_ours else network.forward_intermediates(images):
+    if isinstance(network, BlockNetwork):
+        outputs = network.block_outputs(images)
+    else:
+        outputs = iter(network.forward_intermediates(images))
+    for output in outputs:
         positions = _positions(network, output)
         width = positions.shape[-1:]
         if isinstance(network, ImageGPT):

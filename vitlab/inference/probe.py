@@ -12,26 +12,21 @@ The classes are those of the data set, whatever the network was trained for.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.config import DataConfig
 from vitlab.data.datasets import Dataset, Split, load_dataset
-from vitlab.data.images import ImageError
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform
-from vitlab.engine.evaluator import percent
-from vitlab.engine.probe_figure import plot_probe
-from vitlab.engine.statistics import Interval, wilson_interval
 from vitlab.errors import InputError
 from vitlab.inference.features import Features, count_layers, read_features
+from vitlab.inference.probe_report import Candidate, ProbeReport, best_candidate
 from vitlab.inference.scoring import known_past
 from vitlab.models.files import ModelFile
 from vitlab.options import ProbeMethod, ProbeOptions
@@ -39,145 +34,12 @@ from vitlab.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from rich.table import Table
     from sklearn.pipeline import Pipeline
 
-# Of each method the name of its setting and the values that are tried. Each list starts with the smoothest classifier,
-# which wins a tie.
-_GRIDS: dict[ProbeMethod, tuple[str, tuple[float, ...]]] = {
-    "linear": ("C", (0.001, 0.01, 0.1, 1.0)),
-    "knn": ("k", (50, 20, 10, 5, 1)),
-}
+# Values of each method's setting. Each list starts with the smoothest classifier, which wins a tie.
+_GRIDS: dict[ProbeMethod, tuple[float, ...]] = {"linear": (0.001, 0.01, 0.1, 1.0), "knn": (50, 20, 10, 5, 1)}
 _MAX_ITERATIONS = 1000
 _Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A classifier on the features of one layer, and how many validation images it gets right."""
-
-    layer: int
-    value: float
-    """Its C or k."""
-    num_correct: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeReport:
-    """What `probe_layers` found."""
-
-    checkpoint: str
-    data: str
-    method: ProbeMethod
-    seed: int
-    classes: tuple[str, ...]
-    widths: dict[int, int]
-    """Numbers in the features of each layer."""
-    counts: dict[str, int]
-    """Images of each split that could be read."""
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate
-    test_correct: int | None
-    """Test images that the chosen classifier gets right; None where there is no test split."""
-    notes: tuple[str, ...]
-    """What the network may have seen of the images."""
-    errors: tuple[ImageError, ...]
-
-    def best_of(self, layer: int) -> Candidate:
-        """Give the best of a layer."""
-        return _best(candidate for candidate in self.candidates if candidate.layer == layer)
-
-    def val_top1(self, candidate: Candidate) -> tuple[float, Interval]:
-        """Give the share of validation images that are right, and its interval over the choice of the images."""
-        count = self.counts["val"]
-        return candidate.num_correct / count, wilson_interval(candidate.num_correct, count)
-
-    def score(self) -> tuple[str, float, Interval]:
-        """Give the split that the chosen classifier is scored on, top-1 and its interval; of `val` it is optimistic."""
-        if self.test_correct is None:
-            return ("val", *self.val_top1(self.chosen))
-        count = self.counts["test"]
-        return "test", self.test_correct / count, wilson_interval(self.test_correct, count)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain JSON values; fractions, not percent."""
-        setting, values = _GRIDS[self.method]
-        split, top1, interval = self.score()
-        rows = []
-        for layer, width in self.widths.items():
-            best = self.best_of(layer)
-            val_top1, val_interval = self.val_top1(best)
-            grid = [
-                {setting: candidate.value, "val_top1": self.val_top1(candidate)[0]}
-                for candidate in self.candidates
-                if candidate.layer == layer
-            ]
-            rows.append(
-                {
-                    "layer": layer,
-                    "features": width,
-                    setting: best.value,
-                    "val_top1": val_top1,
-                    "val_interval": list(val_interval),
-                    "grid": grid,
-                }
-            )
-        return {
-            "checkpoint": self.checkpoint,
-            "data": self.data,
-            "method": self.method,
-            "seed": self.seed,
-            "classes": list(self.classes),
-            "counts": self.counts,
-            "layers": rows,
-            "chosen": {"layer": self.chosen.layer, setting: self.chosen.value},
-            "split": split,
-            "top1": top1,
-            "interval": list(interval),
-            "optimistic": split == "val",
-            "notes": list(self.notes),
-            "unreadable": [{"path": error.path, "reason": error.reason} for error in self.errors],
-        }
-
-    def table(self) -> "Table":
-        """Give a row for each layer: its best classifier on validation, and the chosen one's test score."""
-        from rich.table import Table
-
-        setting, _ = _GRIDS[self.method]
-        split, top1, interval = self.score()
-        table = Table("layer", "features", setting, "validation top-1", *(["test top-1"] if split == "test" else []))
-        for column in table.columns:
-            column.justify = "right"
-        for layer, width in self.widths.items():
-            best = self.best_of(layer)
-            is_chosen = layer == self.chosen.layer
-            test = [percent(top1, interval) if is_chosen else ""] if split == "test" else []
-            style = "bold" if is_chosen else None
-            table.add_row(str(layer), str(width), f"{best.value:g}", percent(*self.val_top1(best)), *test, style=style)
-        return table
-
-    def verdict(self) -> str:
-        """Say in a line what was chosen, how good it is, and how far to trust the figure."""
-        setting, _ = _GRIDS[self.method]
-        split, top1, interval = self.score()
-        what = f"layer {self.chosen.layer} with {setting} {self.chosen.value:g}, chosen on {self.counts['val']:,} val images"
-        if split == "test":
-            return f"{what}: top-1 {percent(top1, interval)} of {self.counts['test']:,} test images"
-        return f"{what}: top-1 {percent(top1, interval)} of the same images, so optimistic: there is no test split"
-
-    def plot(self, out_png: Path) -> None:
-        """Draw validation top-1 over the layers."""
-        _, top1, _ = self.score()
-        shares = [self.val_top1(self.best_of(layer)) for layer in self.widths]
-        plot_probe(
-            list(self.widths),
-            [share for share, _ in shares],
-            [interval for _, interval in shares],
-            chosen=self.chosen.layer,
-            test_top1=None if self.test_correct is None else top1,
-            title=f"{self.method} probe of {self.checkpoint} on {self.data}",
-            out_png=out_png,
-        )
 
 
 def probe_layers(
@@ -213,8 +75,7 @@ def probe_layers(
     train = _read(model, train_split, layers, options, progress)
     _require_two_classes(train.labels, dataset, options)
     val = _read(model, dataset.splits["val"], layers, options, progress)
-    setting, values = _GRIDS[options.method]
-    task = None if progress is None else progress.add_task("fitting", total=len(layers) * len(values))
+    task = None if progress is None else progress.add_task("fitting", total=len(layers) * len(_GRIDS[options.method]))
     advance = None if progress is None or task is None else partial(progress.advance, task)
     candidates, chosen, probe = fit_probes(train, val, options.method, on_fit=advance)
     counts, errors, test_correct = {"train": len(train.labels), "val": len(val.labels)}, train.errors + val.errors, None
@@ -256,19 +117,15 @@ def fit_probes(
     candidates: list[Candidate] = []
     probes: dict[Candidate, Pipeline] = {}
     for layer, features in train.layers.items():
-        for value in _GRIDS[method][1]:
+        for value in _GRIDS[method]:
             if method == "linear" or value <= len(train.labels):
                 probe = _fit(method, value, features, train.labels)
                 candidates.append(Candidate(layer, value, _count_correct(probe, val, layer)))
-                best = _best(candidates)
+                best = best_candidate(candidates)
                 probes = {best: probes.get(best, probe)}
             if on_fit is not None:
                 on_fit()
     return candidates, best, probes[best]
-
-
-def _best(candidates: "Sequence[Candidate] | Iterator[Candidate]") -> Candidate:
-    return max(candidates, key=lambda candidate: candidate.num_correct)  # the first of equals
 
 
 def _fit(method: ProbeMethod, value: float, features: NDArray[np.float32], labels: NDArray[np.int64]) -> "Pipeline":
@@ -314,7 +171,7 @@ def _notes(model: ModelFile, dataset: Dataset) -> list[str]:
 def _sample(split: Split, options: ProbeOptions) -> Split:
     """Draw `max_images` images, of each class its share, in the split's order; all where there are fewer."""
     N, count = len(split), options.max_images
-    if N <= count:
+    if count >= N:
         return split
     rows = np.random.default_rng(derive_seed(options.seed, "probe")).permutation(N)
     by_class = rows[np.argsort(split.labels[rows], kind="stable")]

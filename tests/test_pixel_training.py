@@ -1,0 +1,181 @@
+"""ImageGPT through the commands that train, score and predict: palette, losses, what comes along to a second run."""
+
+import dataclasses
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from vitlab.__main__ import main
+from vitlab.config import ModelConfig, ObjectiveConfig
+from vitlab.data.palette_file import write_palette
+from vitlab.engine.run_folder import RunFolder
+from vitlab.errors import InputError, Interrupted
+from vitlab.inference.scoring import read_split, score
+from vitlab.models.files import load_model
+from vitlab.training import run_training
+
+SHAPE = {"num_colors": 16, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.fixture
+def pixel_run(tiny_run):
+    """Give a small configuration of an ImageGPT, changed by dotted fields."""
+
+    def build(*, name="next_pixel", overrides=None, **changes):
+        return dataclasses.replace(
+            tiny_run(**changes),
+            model=ModelConfig(
+                name="imagegpt_small",
+                image_size=(4, 6),
+                overrides=SHAPE | (overrides or {}),
+            ),
+            objective=ObjectiveConfig(name=name),
+        )
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def drawn(color_folder, tmp_path_factory):
+    """Give the folder of a run that learned to draw."""
+    arguments = ["--data.root", str(color_folder), "--data.workers", "0", "--data.resize_mode", "squash"]
+    arguments += ["--model.name", "imagegpt_small", "--model.image_size", "4", "--model.overrides", json.dumps(SHAPE)]
+    arguments += ["--objective.name", "next_pixel", "--optim.lr", "1e-2", "--train.epochs", "8"]
+    run = tmp_path_factory.mktemp("drawn") / "run"
+    assert main(["train", *arguments, "--train.run_dir", str(run)]) == 0
+    return run
+
+
+def test_palette_is_fitted_to_the_training_images_and_kept(drawn, color_folder):
+    model = load_model(drawn)
+    used = {tuple(color) for color in model.network.decode(torch.arange(16).repeat(1, 1)).flatten(2)[0].T.tolist()}
+    assert len(used) == 16
+    pixels = model.network.palette
+    assert (pixels.amax(dim=0) > 0.3).all(), "red, green and blue images are in the training split"
+    assert model.preprocess.mean == model.preprocess.std == (0.5, 0.5, 0.5)
+    assert model.objective["name"] == "next_pixel"
+
+
+def test_losses_fall_and_are_logged_in_nats_and_bits(drawn):
+    rows = RunFolder(drawn).read_metrics()
+    assert rows[-1]["val/nats_per_pixel"] < 0.9 * np.log(16)  # the pixels are noise around one of three colours
+    assert rows[-1]["val/bits_per_pixel"] == pytest.approx(rows[-1]["val/nats_per_pixel"] / np.log(2))
+    assert "train/accuracy" not in rows[-1]
+    assert "val/top1" not in rows[-1]
+    assert (drawn / "results.png").exists()
+    assert not (drawn / "confusion.png").exists()
+
+
+def test_evaluate_gives_the_loss_of_the_log(drawn, color_folder, tmp_path, capsys):
+    out = tmp_path / "scores.json"
+    assert main(["evaluate", str(drawn), "--data", str(color_folder), "--workers", "0", "--json", str(out)]) == 0
+    best = min(row["val/loss"] for row in RunFolder(drawn).read_metrics())
+    scores = json.loads(out.read_text())
+    assert scores["loss"] == pytest.approx(best, rel=1e-6)
+    assert f"loss {best:.4f} ({best / np.log(2):.4f} bits a pixel), 15 images (raw weights)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["predict", "compare"])
+def test_what_needs_classes_says_that_there_are_none(command, drawn, color_folder, capsys):
+    rest = [str(color_folder / "val")] if command == "predict" else [str(drawn), "--data", str(color_folder)]
+    assert main([command, str(drawn), *rest]) == 2
+    assert (
+        "was trained for next_pixel and knows no classes: train from it with --model.weights" in capsys.readouterr().err
+    )
+
+
+def test_a_second_run_from_a_model_file_needs_no_more_than_its_name(drawn, color_folder, tmp_path, capsys):
+    run = tmp_path / "read"
+    arguments = ["--data.root", str(color_folder), "--data.workers", "0", "--model.weights", str(drawn)]
+    arguments += ["--objective.name", "joint", "--train.epochs", "4", "--optim.lr", "1e-2"]
+    assert main(["train", *arguments, "--train.run_dir", str(run)]) == 0
+    before, after = load_model(drawn), load_model(run)
+    assert after.network.config_dict() == before.network.config_dict()
+    assert torch.equal(after.network.palette, before.network.palette)
+    assert after.preprocess == before.preprocess
+    assert "palette fitted" not in capsys.readouterr().out
+    row = RunFolder(run).read_metrics()[0]
+    assert row["val/loss"] == pytest.approx(row["val/class_loss"] + row["val/nats_per_pixel"], rel=1e-6)
+    assert row["val/nats_per_pixel"] < RunFolder(drawn).read_metrics()[0]["val/nats_per_pixel"]
+    scores = score(after, read_split(after, str(color_folder), "val").split, batch_size=4, workers=0, on_error="stop")
+    assert scores.summary()["nats_per_pixel"] == pytest.approx(after.metrics["nats_per_pixel"], rel=1e-5)
+    assert main(["predict", str(run), str(color_folder / "test"), "--workers", "0"]) == 0
+
+
+@pytest.mark.parametrize("name", ["next_pixel", "masked_pixel", "joint"])
+def test_interrupted_runs_of_pixels_end_alike(name, pixel_run, tmp_path, monkeypatch):
+    causal = {"causal": name != "masked_pixel", "drop_rate": 0.1}
+    config = pixel_run(name=name, overrides=causal, train__accumulate=2)
+    whole = run_training(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=str(tmp_path / "w")))
+    )
+    from vitlab.engine import keeper
+
+    ended = keeper.Keeper.step_ended
+
+    def end_once(self, trainer, *, epoch_ends):
+        if trainer.progress.step == 4:
+            monkeypatch.setattr(keeper.Keeper, "step_ended", ended)
+            self._signal = 15
+        ended(self, trainer, epoch_ends=epoch_ends)
+
+    monkeypatch.setattr(keeper.Keeper, "step_ended", end_once)
+    with pytest.raises(Interrupted):
+        run_training(config)
+    resumed = run_training(config)
+    first, second = load_model(whole / "last.safetensors"), load_model(resumed / "last.safetensors")
+    for key, value in first.network.state_dict().items():
+        assert torch.equal(value, second.network.state_dict()[key]), key
+    assert first.metrics == second.metrics
+
+
+def test_palette_from_a_file_is_converted_and_said(pixel_run, tmp_path):
+    colors = torch.rand(16, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    path = tmp_path / "colors.npy"
+    np.save(path, ((colors + 1) * 127.5).numpy())
+    config = pixel_run(train__steps=1)
+    out = io.StringIO()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, palette=str(path)))
+    run = run_training(config, console=Console(file=out, width=200))
+    torch.testing.assert_close(load_model(run / "last.safetensors").network.palette, colors, rtol=0, atol=1e-5)
+    assert f"palette: {path} (" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"palette": "wrong.npy"}, r"the palette is of shape \(3, 3\) .* the network takes \(16, 3\)"),
+        ({"palette": "missing.npy"}, "palette missing.npy does not exist"),
+        (
+            {"name": "vit_tiny", "overrides": {"patch_size": 2}, "palette": "uniform"},
+            "model.palette is for an ImageGPT",
+        ),
+    ],
+)
+def test_wrong_palettes_are_named(changes, line, pixel_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_palette(tmp_path / "wrong.npy", torch.zeros(3, 3) - 0.5)
+    config = pixel_run(name="next_pixel" if "name" not in changes else "classification")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+    with pytest.raises(InputError, match=line):
+        run_training(config)
+
+
+def test_other_statistics_than_the_palettes_are_refused(pixel_run):
+    config = pixel_run(data__mean=(0.4, 0.4, 0.4))
+    with pytest.raises(InputError, match=r"imagegpt_small reads colours with data.mean 0.5: leave the field out"):
+        run_training(config)
+
+
+def test_one_class_is_enough_to_draw(pixel_run, color_folder, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(color_folder / split / "red", tmp_path / "data" / split / "red")
+    run = run_training(pixel_run(data__root=str(tmp_path / "data"), train__steps=1))
+    assert load_model(run / "last.safetensors").classes == ("red",)
+    with pytest.raises(InputError, match="has only one class, red"):
+        run_training(pixel_run(name="joint", data__root=str(tmp_path / "data")))
