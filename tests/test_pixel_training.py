@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -170,12 +169,3 @@ def test_other_statistics_than_the_palettes_are_refused(pixel_run):
     config = pixel_run(data__mean=(0.4, 0.4, 0.4))
     with pytest.raises(InputError, match=r"imagegpt_small reads colours with data.mean 0.5: leave the field out"):
         run_training(config)
-
-
-def test_one_class_is_enough_to_draw(pixel_run, color_folder, tmp_path):
-    for split in ("train", "val"):
-        shutil.copytree(color_folder / split / "red", tmp_path / "data" / split / "red")
-    run = run_training(pixel_run(data__root=str(tmp_path / "data"), train__steps=1))
-    assert load_model(run / "last.safetensors").classes == ("red",)
-    with pytest.raises(InputError, match="has only one class, red"):
-        run_training(pixel_run(name="joint", data__root=str(tmp_path / "data")))

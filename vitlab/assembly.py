@@ -84,7 +84,7 @@ def build_network(
         The network, and what the weights that it starts from state of their preprocessing.
     """
     K = len(dataset.classes)
-    if K < 2 and config.objective.classifies:
+    if K < 2:
         raise InputError(f"{config.data.root} has only one class, {dataset.classes[0]}: there is nothing to tell apart")
     for field, option in _OWN_OPTIONS.items():
         if field in config.model.overrides:

@@ -11,6 +11,9 @@ ProbeMethod = Literal["linear", "knn"]
 
 _LARGEST_SIDE = 8192
 
+DrawPrecision = Literal["auto", "fp32", "bf16", "int8"]
+"""What ImageGPT draws in."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:

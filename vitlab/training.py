@@ -20,7 +20,7 @@ from vitlab.data.datasets import Dataset, fingerprint, load_dataset
 from vitlab.data.loader import Loader
 from vitlab.disk import replacing
 from vitlab.engine import figures
-from vitlab.engine.device import resolve_device
+from vitlab.engine.device import multiply_add_rate, resolve_device
 from vitlab.engine.evaluator import Scores, headline
 from vitlab.engine.lr_finder import sweep_lr
 from vitlab.engine.monitor import Monitor
@@ -29,8 +29,9 @@ from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer, TrainingData
 from vitlab.errors import Finished, InputError, RunError
-from vitlab.models.costs import count_parameters
+from vitlab.models.costs import count_macs, count_parameters, training_memory
 from vitlab.models.files import read_safetensors
+from vitlab.models.imagegpt import ImageGPT
 from vitlab.seeds import derive_seed
 from vitlab.text import duration, say
 
@@ -274,8 +275,25 @@ def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Tr
     seen = trainer.data.preprocess
     crop = f"crop of {seen.crop_fraction:g}" if seen.resize_mode == "crop" else seen.resize_mode
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (seen.mean, seen.std))
+    if isinstance(network, ImageGPT):
+        say(console, _growth(network, trainer))
     say(console, f"evaluation: {crop}, {seen.interpolation}, mean {mean}, std {std}")
     say(console, f"run: {trainer.keeper.folder.path}")
+
+
+def _growth(network: ImageGPT, trainer: Trainer) -> str:
+    """Tell what a step takes at this size and at others, whose pixels are the tokens: a line to read before waiting."""
+    batch_size, rate = trainer.data.train.batch_size, multiply_add_rate(trainer.device, trainer.autocast)
+    parts = []
+    for size in (network.image_size, *((side, side) for side in (32, 48, 64))):
+        config = dataclasses.replace(network.config, image_size=size)
+        memory = training_memory(config, batch_size=batch_size, bytes_per_value=2 if trainer.autocast else 4)
+        with torch.device("meta"):
+            macs = count_macs(ImageGPT(config))
+        seconds = 3 * macs * batch_size / rate  # the backward pass is two forward passes
+        part = f"{size[0]}x{size[1]} {memory / 2**30:.2g} GiB and {seconds:.2g} s"
+        parts += [part] if part not in parts else []
+    return f"a step of {batch_size} images takes about, at the rate of matrix products here: {', '.join(parts)}"
 
 
 def _find_lr(config: RunConfig, trainer: Trainer, console: Console) -> None:

@@ -109,14 +109,14 @@ def test_fit_probes_by_regression_are_scikit_learns_and_take_an_unfinished_fit(m
     fitted, scored = (train.layers[1] - mean) / std, (val.layers[1] - mean) / std
     expected = {
         C: int((LogisticRegression(C=C, max_iter=1000).fit(fitted, labels[0]).predict(scored) == labels[1]).sum())
-        for C in (0.001, 0.01, 0.1, 1.0)
+        for C in (0.001, 0.01, 0.1, 1.0, 10.0)
     }
     assert len(set(expected.values())) > 1
     candidates, chosen, _ = fit_probes(train, val, "linear")
     assert {candidate.value: candidate.num_correct for candidate in candidates} == expected
     assert chosen.num_correct == max(expected.values())
     monkeypatch.setattr(probe_module, "_MAX_ITERATIONS", 1)
-    assert len(fit_probes(train, val, "linear")[0]) == 4
+    assert len(fit_probes(train, val, "linear")[0]) == 5
 
 
 class ChannelNetwork(Network):

@@ -1,6 +1,8 @@
 """Which device runs, and in which precision."""
 
+import math
 import platform
+import time
 from typing import Any, Literal
 
 import numpy as np
@@ -8,6 +10,8 @@ import PIL
 import torch
 
 from vitlab.errors import InputError
+
+_RATE_SIDE = 1024
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -72,3 +76,15 @@ def _computes_in_bf16(device: torch.device) -> bool:
         capabilities = torch.cpu.get_capabilities()
         return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return False
+
+
+def multiply_add_rate(device: torch.device, dtype: torch.dtype | None) -> float:
+    """Measure how many multiply-adds a second the device makes in a large matrix product, in a fraction of a second."""
+    side = _RATE_SIDE if device.type == "cpu" else 4 * _RATE_SIDE
+    matrix = torch.ones(side, side, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - began)
+    return side**3 / best

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
 # Values of each method's setting. Each list starts with the smoothest classifier, which wins a tie.
-_GRIDS: dict[ProbeMethod, tuple[float, ...]] = {"linear": (0.001, 0.01, 0.1, 1.0), "knn": (50, 20, 10, 5, 1)}
+_GRIDS: dict[ProbeMethod, tuple[float, ...]] = {"linear": (0.001, 0.01, 0.1, 1.0, 10.0), "knn": (50, 20, 10, 5, 1)}
 _MAX_ITERATIONS = 1000
 _Say = Callable[[str], None]
 
