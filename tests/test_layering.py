@@ -17,7 +17,8 @@ BELOW = {
     "assembly": {"engine", "models", "data"},
     "training": {"assembly", "engine", "models", "data"},
     "replay": {"assembly", "engine", "models", "data"},
-    "commands": {"training", "replay", "inference", "engine", "models", "data"},
+    "printing": {"inference", "engine", "models"},
+    "commands": {"printing", "training", "replay", "inference", "engine", "models", "data"},
     "cli": set(),
     "__main__": {"cli", "commands"},
 }

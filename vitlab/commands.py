@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from vitlab.config import RunConfig
 from vitlab.disk import replacing
@@ -23,11 +20,11 @@ from vitlab.options import (
     ProbeOptions,
     ReplayOptions,
 )
-from vitlab.text import printable, say
+from vitlab.printing import print_comparison, print_models, print_proposals, print_scores
+from vitlab.text import say
 
 if TYPE_CHECKING:
     from vitlab.engine.evaluator import Scores
-    from vitlab.models.proposals import Proposal
 
 SKIPPED_SOME = 3
 DIFFERENT = 4
@@ -67,7 +64,7 @@ def evaluate(options: EvaluateOptions) -> int:
             on_batch=lambda images: progress.advance(task, images),
         )
     result = {"checkpoint": options.checkpoint, "data": options.data, "split": options.split, **scores.to_dict()}
-    _print_scores(console, result)
+    print_scores(console, result)
     _write_json(console, options.json, result)
     if options.confusion is not None and scores.classifies:
         _draw_confusion(console, Path(options.confusion), scores)
@@ -117,7 +114,7 @@ def compare(options: CompareOptions) -> int:
     with _progress(console) as progress:
         comparison = compare_runs(options, say=lambda line: say(console, line), progress=progress)
     result = comparison.to_dict()
-    _print_comparison(console, result)
+    print_comparison(console, result)
     for pair in comparison.pairs:
         for line in pair.sameness.lines():
             say(console, f"{pair.name}: {line}" if pair.name else line)
@@ -219,7 +216,7 @@ def models(options: ModelsOptions) -> int:
         if options.json:
             print(json.dumps([proposal.to_dict() for proposal in proposals], indent=1))
         else:
-            _print_proposals(Console(), proposals)
+            print_proposals(Console(), proposals)
         return 0
     from vitlab.models.published import describe_models
 
@@ -227,7 +224,7 @@ def models(options: ModelsOptions) -> int:
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
-        _print_models(Console(), rows)
+        print_models(Console(), rows)
     return 0
 
 
@@ -256,130 +253,6 @@ def version(_: None) -> int:
     print(f"threads {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}")
     print(f"GPUs: {', '.join(gpus) or 'none'}")
     return 0
-
-
-def _print_models(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Print a row for each network, in a file or a pipe as wide as need be."""
-    table = Table()
-    for header in ("name", "parameters", "multiply-adds", "size", "top-1 error"):
-        table.add_column(header, justify="left" if header == "name" else "right", no_wrap=True)
-    for header in ("source of the error", "weights"):
-        table.add_column(header, overflow="fold")
-    for row in rows:
-        table.add_row(
-            row["name"],
-            f"{row['parameters']:,}",
-            f"{row['macs'] / 1e9:.3f} G",
-            "x".join(map(str, row["image_size"])),
-            _published_quality(row),
-            row["source"] or "-",
-            row["weights"] or "-",
-        )
-    if not console.is_terminal:
-        console.width = Measurement.get(console, console.options.update_width(1000), table).maximum
-    console.print(table)
-    say(
-        console,
-        "for one image of that size and 1000 classes; top-1 error on ImageNet-1k as published, - where nothing is; "
-        "of ImageGPT the nats a pixel",
-    )
-    say(console, "timm/NAME builds any network of timm; --image_size proposes networks for images of other sizes")
-
-
-def _published_quality(row: dict[str, Any]) -> str:
-    """Give the error of a network, or where there is none its loss of a pixel's colour."""
-    if row["top1_error"] is not None:
-        return f"{100 * row['top1_error']:g}%"
-    return "-" if row["nats_per_pixel"] is None else f"{row['nats_per_pixel']:.4f} nats"
-
-
-def _print_proposals(console: Console, proposals: "list[Proposal]") -> None:
-    """Print the lines that train the proposed networks, each below its costs and reason."""
-    from vitlab.models.proposals import NUM_CLASSES, describe_size
-
-    for proposal in proposals:
-        heading = f"{proposal.architecture} for {describe_size(proposal.image_size)}"
-        if proposal.macs is None:
-            say(console, f"{heading}: none")
-            say(console, f"  {proposal.reason}")
-            continue
-        say(console, f"{heading}: {proposal.parameters:,} parameters, {proposal.macs / 1e9:.3f} G multiply-adds")
-        say(console, f"  {proposal.reason}")
-        say(console, f"  {proposal.command()}")
-    say(console, "up to 64 pixels small networks, to train from scratch; above, the widths of the named ones")
-    say(console, f"parameters are those with {NUM_CLASSES} classes; FOLDER stands for your images")
-
-
-def _print_scores(console: Console, result: dict[str, Any]) -> None:
-    """Print the headline in percent, what the probabilities are worth, and a row for each class."""
-    from vitlab.engine.evaluator import headline, percent
-
-    if "top1" not in result:
-        where = f"{result['split']} split of {result['data']}"
-        say(console, f"{where}: {headline(result)}, {result['count']} images ({result['weights']} weights)")
-        return
-    intervals = result["intervals"]
-    say(
-        console,
-        f"{result['split']} split of {result['data']}: {headline(result, intervals)}, error {result['error']:.2%}, "
-        f"{result['count']} images ({result['weights']} weights)",
-    )
-    say(
-        console,
-        f"mean over the classes: recall {percent(result['macro_recall'], intervals['macro_recall'])}, "
-        f"F1 {percent(result['macro_f1'], intervals['macro_f1'])}",
-    )
-    say(console, f"calibration error (ECE) {percent(result['ece'], intervals['ece'])}, Brier {result['brier']:.4f}")
-    if result["temperature"] != 1.0:
-        loss, ece, brier = (result["calibrated"][name] for name in ("loss", "ece", "brier"))
-        say(
-            console,
-            f"as predict has it, at the file's temperature {result['temperature']:.3f}: loss {loss:.4f}, "
-            f"ECE {ece:.2%}, Brier {brier:.4f}",
-        )
-    table = Table("class", "images", "precision", "recall", "F1")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in result["per_class"]:
-        precision, recall, f1 = (
-            "-" if row[key] is None else percent(row[key], row.get(f"{key}_interval"), digits=1)
-            for key in ("precision", "recall", "f1")
-        )
-        table.add_row(Text(printable(row["class"])), str(row["count"]), precision, recall, f1)
-    console.print(table)
-    say(console, "in brackets: 95% intervals over the choice of images")
-    for error in result["unreadable"]:
-        say(console, f"skipped {error['path']}: {error['reason']}")
-    if result["unreadable"]:
-        say(console, f"{len(result['unreadable'])} images could not be read and are in no count")
-
-
-def _print_comparison(console: Console, result: dict[str, Any]) -> None:
-    """Print what differs in the configurations, each score, and who was right where the other was not."""
-    from vitlab.engine.evaluator import headline
-    from vitlab.inference.compare import config_table, pairs_table, points
-
-    if result["config"] is None:
-        say(console, "configurations: not compared, a run has no config.yaml")
-    elif not result["config"]:
-        say(console, "configurations: alike")
-    else:
-        console.print(config_table(result["config"]))
-    for line in result["left_out"]:
-        say(console, f"left out: {line}")
-    say(console, f"{result['split']} split of {result['data']}: {result['count']} images that all runs could read")
-    for pair in result["pairs"]:
-        for side in ("a", "b"):
-            one = pair[side]
-            scores = headline(one, one["intervals"])
-            say(console, f"{side.upper()} {one['path']}: {scores}, {one['count']} images ({one['weights']} weights)")
-    console.print(pairs_table(result))
-    seeds = len(result["pairs"])
-    of, covers = ("", "the choice of images; another seed may differ by more")
-    if seeds > 1:
-        of, covers = f", mean of {seeds} seeds", "the choice of images and of seeds"
-    difference = points(result["difference"], result["interval"])
-    say(console, f"top-1 of A minus B: {difference} points{of}; the 95% interval covers {covers}")
 
 
 def _progress(console: Console) -> Progress:
