@@ -41,6 +41,7 @@ from vitlab.engine.trainer import Trainer
 _VIT = {"patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.2, "drop_rate": 0.1}
 _SWIN = {"patch_size": 1, "window_size": 4, "embed_dim": 32, "depths": [2, 1], "num_heads": [16, 16]}
 _DAVIT = {"stem_stride": 1, "window_size": 4, "embed_dims": [16, 32], "depths": [1, 1], "num_heads": [2, 4]}
+_GPT = {"num_colors": 16, "embed_dim": 32, "depth": 2, "num_heads": 2, "drop_rate": 0.1}
 _COMMON = (
     "--train.epochs 3 --train.batch_size 16 --train.device cpu --data.resize_mode squash --data.workers 0",
     "--augment.crop padded --augment.crop_padding 1 --monitor.log_every_steps 1 --train.checkpoint_every_steps 2",
@@ -50,6 +51,12 @@ RECIPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "vit bf16, 2 workers": ("vit_tiny", _VIT, "--train.precision bf16 --data.workers 2 --optim.layer_decay 0.8"),
     "vit accumulation, sgd": ("vit_tiny", _VIT, "--train.accumulate 3 --optim.name sgd --optim.lr 0.05"),
     "swin, 16 heads, muon": ("swin_tiny", _SWIN, "--optim.name muon --optim.lr 2e-3 --data.workers 1"),
+    "imagegpt, next pixel": ("imagegpt_small", _GPT, "--objective.name next_pixel --train.precision bf16"),
+    "imagegpt, joint on masked pixels, accumulation": (
+        "imagegpt_small",
+        {**_GPT, "causal": False},
+        "--objective.name joint --objective.corruption bert --train.accumulate 2 --train.ema_decay 0.9",
+    ),
     "davit, repeats": ("davit_tiny", _DAVIT, "--augment.repeats 2 --data.sampling balanced --train.precision fp32"),
 }
 _SPEEDS = ("images_per_s", "data_wait")
@@ -80,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts beside itself ignores it
     generator = random.Random(args.seed)
     folder = Path(tempfile.mkdtemp(prefix="kill-test-"))
     trials: list[Trial] = []
@@ -254,13 +262,13 @@ def _signalled(
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
         ended = code == 0 and _newest_step(run) == json.loads(reference["progress"])["step"]  # nothing was left to do
-        trial.differences += _faults(run, pid, number, before)
+        trial.differences += _faults(run, pid, number, before, ended=ended)
         if code != 130 and not ended:
             trial.differences.append(f"{number.name}: exit code {code}")
     return _finished(trial, run, reference)
 
 
-def _faults(run: Path, pid: int, number: signal.Signals, before: int) -> list[str]:
+def _faults(run: Path, pid: int, number: signal.Signals, before: int, *, ended: bool) -> list[str]:
     """Say what is not as it must be after a run was interrupted."""
     lines = run.with_suffix(".err").read_text().split("\n")
     newest = _newest_step(run)
@@ -272,7 +280,7 @@ def _faults(run: Path, pid: int, number: signal.Signals, before: int) -> list[st
     noted = ["", f"vitlab: {number.name}: finishing the step and saving; once more stops at once"]
     saved = "".join(lines[2:])
     fitting = lines[:2] == noted and len(lines) <= 4 and (not saved or f"{number.name}: state saved in" in saved)
-    if not fitting and lines != ["vitlab: interrupted", ""]:  # before the first step, or after the last
+    if not fitting and not ended and lines != ["vitlab: interrupted", ""]:  # before the first step, or after the last
         faults.append(f"{number.name}: said {lines}")
     deadline = time.monotonic() + 10
     while _lives(pid):

@@ -409,3 +409,12 @@ def test_what_a_kill_left_of_a_model_file_neither_blocks_the_run_nor_stays(tiny_
     run = run_training(tiny_run())
     assert not [path.name for path in run.iterdir() if "tmp" in path.name]
     assert load_file(run / "best.safetensors")
+
+
+def test_a_run_killed_while_it_wrote_its_configuration_starts_again(tiny_run, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".lock", ".config.yaml.tmp"):
+        (run / name).touch()
+    assert run_training(tiny_run(train__epochs=1)) == run
+    assert not (run / ".config.yaml.tmp").exists()

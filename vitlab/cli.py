@@ -16,12 +16,14 @@ from vitlab.config import RunConfig, shipped_config
 from vitlab.errors import InputError, unknown_name
 from vitlab.options import (
     CompareOptions,
+    CompleteOptions,
     EvaluateOptions,
     ModelsOptions,
     PaletteOptions,
     PredictOptions,
     ProbeOptions,
     ReplayOptions,
+    SampleOptions,
 )
 
 DIGITS_RECIPE = "digits/vit.yaml"
@@ -57,6 +59,12 @@ COMMANDS = {
         help="See which layer's features tell classes apart.", options=ProbeOptions, positionals=(("checkpoint", None),)
     ),
     "palette": Command(help="Fit the colours of an ImageGPT to a data set.", options=PaletteOptions),
+    "sample": Command(help="Draw images with an ImageGPT.", options=SampleOptions, positionals=(("checkpoint", None),)),
+    "complete": Command(
+        help="Draw the lower part of images anew with an ImageGPT.",
+        options=CompleteOptions,
+        positionals=(("checkpoint", None), ("images", "+")),
+    ),
     "replay": Command(
         help="Make a piece of a run again and compare the bits.", options=ReplayOptions, positionals=(("state", None),)
     ),

@@ -13,12 +13,14 @@ from vitlab.disk import replacing
 from vitlab.errors import InputError
 from vitlab.options import (
     CompareOptions,
+    CompleteOptions,
     EvaluateOptions,
     ModelsOptions,
     PaletteOptions,
     PredictOptions,
     ProbeOptions,
     ReplayOptions,
+    SampleOptions,
 )
 from vitlab.printing import print_comparison, print_models, print_proposals, print_scores
 from vitlab.text import say
@@ -72,11 +74,18 @@ def evaluate(options: EvaluateOptions) -> int:
 
 
 def _check_outputs(
-    *, json: str | None = None, confusion: str | None = None, plot: str | None = None, palette: str | None = None
+    *,
+    json: str | None = None,
+    confusion: str | None = None,
+    plot: str | None = None,
+    palette: str | None = None,
+    picture: str | None = None,
+    npy: str | None = None,
 ) -> None:
     """Refuse what cannot be written before the work, not after it."""
-    pictures = (("confusion", confusion, ".png"), ("plot", plot, ".png"))
-    for name, path, suffix in (("json", json, ".json"), *pictures, ("out", palette, ".npy")):
+    pictures = (("confusion", confusion, ".png"), ("plot", plot, ".png"), ("out", picture, ".png"))
+    arrays = (("out", palette, ".npy"), ("npy", npy, ".npy"))
+    for name, path, suffix in (("json", json, ".json"), *pictures, *arrays):
         if path is not None and (Path(path).suffix.lower() != suffix or Path(path).is_dir()):
             raise InputError(f"--{name} is {path}: give a file that ends in {suffix}")
         if path is not None:
@@ -165,6 +174,32 @@ def palette(options: PaletteOptions) -> int:
     say(console, f"palette: {options.out}")
     say(console, f"picture: {report.picture}")
     return SKIPPED_SOME if report.errors else 0
+
+
+def sample(options: SampleOptions) -> int:
+    """`vitlab sample`: draw images with an ImageGPT, and write them as one picture."""
+    from vitlab.inference.pictures import draw_samples
+
+    console = Console()
+    _check_outputs(picture=options.out, npy=options.npy)
+    with _progress(console) as progress:
+        drawing = draw_samples(options, progress=progress)
+    say(console, f"{drawing.count} images {'found' if options.beam else 'drawn'}: {options.out}")
+    return 0
+
+
+def complete(options: CompleteOptions) -> int:
+    """`vitlab complete`: draw the lower part of images anew, and write all as one picture."""
+    from vitlab.inference.pictures import complete_images
+
+    console = Console()
+    _check_outputs(picture=options.out, npy=options.npy)
+    with _progress(console) as progress:
+        drawing = complete_images(options, progress=progress)
+    for error in drawing.errors:
+        say(console, f"unreadable: {error}")
+    say(console, f"{drawing.count} completions drawn, {len(drawing.errors)} images unreadable: {options.out}")
+    return SKIPPED_SOME if drawing.errors else 0
 
 
 def probe(options: ProbeOptions) -> int:

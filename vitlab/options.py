@@ -187,6 +187,82 @@ class ProbeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Draw images with a causal ImageGPT."""
+
+    checkpoint: str
+    """Model file of an ImageGPT that was trained on next pixels, or a run folder for its best.safetensors."""
+    count: int
+    """Images to draw; image i is the same whatever the count."""
+    out: str
+    """File for the picture of all, .png."""
+    temperature: float = 1.0
+    """0 draws the likeliest colour each time, above 1 makes rare colours more frequent."""
+    top_k: int = 0
+    """Draw among so many likeliest colours; 0 for all."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest colours that have this probability together."""
+    beam: int = 0
+    """Instead of drawing, search for the likeliest images with so many beginnings at a time; 0 draws."""
+    seed: int = 0
+    """Seed of the draws."""
+    npy: str | None = None
+    """Write the images to this file, too, .npy: uint8 (count, height, width, channels)."""
+    precision: DrawPrecision = "auto"
+    """`fp32`, `bf16`, `int8` (fastest, x86 processors alone), or `auto`: bf16 where the device computes in it."""
+    batch_size: int = 8
+    """Images at a time."""
+    device: str = "auto"
+    """`auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_positive("count", self.count)
+        _check_positive("batch_size", self.batch_size)
+        if self.beam < 0:
+            raise InputError(f"--beam is {self.beam}: give 1 or more, or 0 to draw")
+        if 0 < self.beam < self.count:
+            raise InputError(f"--count is {self.count}, and a beam of {self.beam} finds no more than that: give fewer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompleteOptions:
+    """Draw the lower part of images anew with a causal ImageGPT."""
+
+    checkpoint: str
+    """Model file of an ImageGPT that was trained on next pixels, or a run folder for its best.safetensors."""
+    images: list[str]
+    """Image files, and folders that are searched to any depth."""
+    out: str
+    """File for the picture, .png: a row an image, with the given pixels, the completions and the original."""
+    keep: float = 0.5
+    """Share of the pixels that is given, row by row from the top; 0 to 1."""
+    count: int = 3
+    """Completions of each image."""
+    temperature: float = 1.0
+    """0 draws the likeliest colour each time, above 1 makes rare colours more frequent."""
+    top_k: int = 0
+    """Draw among so many likeliest colours; 0 for all."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest colours that have this probability together."""
+    seed: int = 0
+    """Seed of the draws."""
+    npy: str | None = None
+    """Write the completions to this file, too, .npy: uint8 (images, count, height, width, channels)."""
+    precision: DrawPrecision = "auto"
+    """`fp32`, `bf16`, `int8` (fastest, x86 processors alone), or `auto`: bf16 where the device computes in it."""
+    batch_size: int = 8
+    """Completions at a time."""
+    device: str = "auto"
+    """`auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_positive("count", self.count)
+        _check_positive("batch_size", self.batch_size)
+        if not 0 <= self.keep <= 1:
+            raise InputError(f"--keep is {self.keep}: give a number from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
     """List the networks that can be trained, or propose some for a size of image."""
 

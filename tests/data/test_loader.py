@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 
 from vitlab.config import AugmentConfig
+from vitlab.data import loader as module
 from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import files_split, load_dataset, load_split
 from vitlab.data.images import ImageError, list_images
@@ -203,6 +205,21 @@ def test_loader_reports_an_image_that_the_transform_cannot_take(make_loader, wri
     batch = next(loader.epoch(0))
     assert len(batch.labels) == 1
     assert str(batch.errors[0]).startswith(f"{paths[0]}: a picture of 20000x1 pixels is too long")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads signal masks from /proc, which Linux has")
+def test_loader_holds_signals_back_from_workers_from_their_birth(make_loader, monkeypatch):
+    """Between the fork and `_init_worker` a signal to the group would end a worker, and the run with it."""
+    monkeypatch.setattr(module, "_init_worker", lambda worker: None)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    loader = make_loader(workers=1)
+    next(loader.epoch(0))
+    pid = loader._loader._iterator._workers[0].pid
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    blocked = int(status["SigBlk"], 16)
+    assert all(blocked >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask, "the main process hears them again"
+    loader.close()
 
 
 def test_loader_shows_a_lost_worker_as_one_line(make_loader):

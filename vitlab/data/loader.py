@@ -35,6 +35,9 @@ Transform = Callable[[NDArray[np.uint8], int], NDArray[np.uint8]]
 _MAX_WORKERS = 8
 
 
+_LEFT_TO_MAIN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 @dataclass
 class Batch:
     """Images and what is known of them; B counts the images that could be read."""
@@ -177,13 +180,16 @@ class Loader:
         if self._loader._iterator is None:
             # Before multiprocessing's own exit, which sends SIGTERM and waits: our workers ignore it.
             atexit.register(self._close_at_exit)
-        if threading.current_thread() is not threading.main_thread():
-            return iter(self._loader)
+        # Workers are born with signals held back, so that none ends one before `_init_worker` has it ignore them.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_MAIN)
+        in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         try:
             return iter(self._loader)
         finally:
-            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)  # None: not set from Python
+            if in_main:
+                signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)  # None: not set from Python
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     def close(self) -> None:
         """End the worker processes; a later epoch starts new ones."""
@@ -245,7 +251,7 @@ def _init_worker(worker: int) -> None:
     """
     import cv2
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in _LEFT_TO_MAIN:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_main_process, daemon=True).start()
     cv2.setNumThreads(0)

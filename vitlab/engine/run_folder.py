@@ -117,10 +117,9 @@ class RunFolder:
         if not self.path.is_dir():
             raise InputError(f"train.run_dir {self.path} is a file: give a folder")
         states = list_states(self.resume)
-        names = {path.name for path in self.path.iterdir()}
+        names = {path.name for path in self.path.iterdir()} - {path.name for path in self._half_written()}
         if [step_of(state) for state in states] == [0]:
             names -= {path.name for path in vars(self).values() if isinstance(path, Path)}
-            names -= {path.name for path in self._half_written()}
         elif self.lock.name in names and not states:  # ended while it was being set up
             names -= {path.name for path in (self.lock, self.config, self.train_batch)}
             names -= {path.name for path in (self.resume,) if not any(path.glob("[!.]*"))}

@@ -8,6 +8,7 @@ Legend: `N` pixels of an image, `V` colours, `h` heads, `d` width of a head, `n`
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from vitlab.engine.device import autocast_dtype
 from vitlab.errors import InputError
 from vitlab.layers.attention import attention
+from vitlab.layers.norm import RMSNorm
 from vitlab.models.imagegpt import Block, ImageGPT
 from vitlab.models.network import Network, device_of
 from vitlab.options import DrawPrecision
@@ -27,6 +29,7 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 _QUICK_GELU = 1.702
 _LARGEST_INT8 = 127
+_CHUNK = 128  # pixels
 
 
 def require_decodable(network: Network) -> ImageGPT:
@@ -53,9 +56,22 @@ def resolve_precision(precision: DrawPrecision, device: torch.device) -> DrawPre
     """
     if precision == "auto":
         return "fp32" if autocast_dtype("auto", device) is None else "bf16"
-    if precision == "int8" and not (device.type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines):
+    if precision == "int8" and not (device.type == "cpu" and _has_int8()):
         raise InputError(f"precision int8 needs an x86 processor, and the device is {device}: use auto, bf16 or fp32")
     return precision
+
+
+def _has_packed() -> bool:
+    """Tell whether torch has oneDNN here, and its product with a matrix that lies ready in memory."""
+    has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _has_int8() -> bool:
+    """Tell whether torch has FBGEMM here, and still the products that `_int8_linear` is made of."""
+    names = "linear_prepack", "linear_with_input_q_dq_qweight_dq_output_fp32"
+    has_products = all(hasattr(torch.ops.quantized, name) for name in names)
+    return has_products and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 class Decoder:
@@ -63,40 +79,36 @@ class Decoder:
 
     Args:
         network: its weights are read now; the decoder keeps copies in its own precision.
-        precision: what the blocks' matrices are in. `fp32` is the network's own precision, and the reference. `bf16`
-            also stores keys and values so. `int8` has whole numbers with a scale for each output of a matrix and for
-            each of its input rows, so that no image depends on its neighbours. The sums between the blocks, the
-            normalisation and the colour head stay in the network's precision throughout.
-        batch_size: most images at a time; memory for their keys and values is taken now.
+        precision: what the blocks' matrices are in. `fp32` is the network's own precision, and the reference. `bf16` is
+            just that. `int8` has whole numbers with a scale for each output of a matrix and for each of its input rows,
+            so that no image depends on its neighbours. Both store keys and values in bf16 (int8 only where the
+            processor computes in it). The sums between the blocks, the normalisation and the colour head stay in the
+            network's precision throughout.
 
     Raises:
         InputError: the network is no causal ImageGPT, or the device lacks the precision.
     """
 
-    def __init__(self, network: Network, *, precision: DrawPrecision = "fp32", batch_size: int = 1) -> None:
-        """Convert the weights and set the memory aside."""
+    def __init__(self, network: Network, *, precision: DrawPrecision = "fp32") -> None:
+        """Convert the weights."""
         self.network = require_decodable(network)
         device = device_of(network)
         self.precision = resolve_precision(precision, device)
-        self.batch_size = batch_size
-        config, N = self.network.config, math.prod(self.network.image_size)
-        dtype = torch.bfloat16 if self.precision == "bf16" else self.network.pos_embed.dtype
-        shape = 2, batch_size, config.num_heads, N, config.embed_dim // config.num_heads
+        self.num_pixels = math.prod(self.network.image_size)
+        self.num_read = 0
+        """Inputs that were read, the start token included: the last logits are of the pixel of this number, less 1."""
         with torch.inference_mode():
             self.blocks = [
-                _DecoderBlock(block, self.precision, torch.zeros(shape, dtype=dtype, device=device))
-                for block in self.network.blocks
-                if isinstance(block, Block)
+                _DecoderBlock(block, self.precision) for block in self.network.blocks if isinstance(block, Block)
             ]
-        self.num_read = 0
-        """Inputs that were read, the start token included; the logits are those of the pixel of that number less 1."""
+            self.norm = _norm(self.network.norm)
 
     @torch.inference_mode()
     def start(self, given: Tensor) -> Tensor:
         """Forget all images, and read the first pixels of new ones at once.
 
         Args:
-            given: int64 `(B, n)`, B up to batch_size, n from 0 to N - 1.
+            given: int64 `(B, n)`, n from 0 to N - 1.
 
         Returns:
             Logits `(B, V)` of the pixel after the given ones.
@@ -111,10 +123,9 @@ class Decoder:
 
     @torch.inference_mode()
     def select(self, rows: Tensor) -> None:
-        """Go on with images `rows`, int64 `(B,)`, of those at hand; one may be there several times."""
+        """Go on with images `rows`, int64 `(B',)`, of those at hand; one may be there several times."""
         for block in self.blocks:
-            stored = block.cache[:, :, :, : self.num_read]
-            stored[:, : len(rows)] = stored[:, rows]
+            block.stored = block.stored[:, rows]
 
     def _read(self, tokens: Tensor) -> Tensor:
         """Read inputs `(B, n)` after those before, and give the logits `(B, V)` after the last."""
@@ -124,49 +135,86 @@ class Decoder:
         with torch.autocast(tokens.device.type, enabled=False):
             features = F.embedding(tokens, network.token_embed) + network.pos_embed[:, first : self.num_read]
             for block in self.blocks:
+                block.reserve(len(tokens), first, self.num_read, most=self.num_pixels)
                 features = block(features, first)
-            logits: Tensor = network.color_head(network.norm(features[:, -1]))
+            logits: Tensor = network.color_head(self.norm(features[:, -1]))
         return logits
 
 
 class _DecoderBlock:
-    """A block's matrices, converted, and the keys and values of the pixels that it has read: `(2, B, h, N, d)`.
+    """A block's matrices, converted, and the keys and values of the pixels that it has read.
 
     The factors of the quick GELU are in the matrices on both sides of it.
     """
 
-    def __init__(self, block: Block, precision: DrawPrecision, cache: Tensor) -> None:
+    stored: Tensor
+    """Keys and values, `(2, B, h, M, d)`, M pixels of which the last are not there yet: zeros."""
+
+    def __init__(self, block: Block, precision: DrawPrecision) -> None:
         attn, mlp = block.attn, block.mlp
-        self.norm1, self.norm2 = block.norm1, block.norm2
+        self.num_heads = attn.num_heads
+        self.head_dim = attn.proj.in_features // attn.num_heads
+        self.norm1, self.norm2 = _norm(block.norm1), _norm(block.norm2)
         self.qkv = _linear(attn.qkv, precision)
         self.proj = _linear(attn.proj, precision)
         self.fc1 = _linear(mlp.fc1, precision, weight_factor=_QUICK_GELU, bias_factor=_QUICK_GELU)
         self.fc2 = _linear(mlp.fc2, precision, weight_factor=1 / _QUICK_GELU)
-        self.cache = cache
-        self.compute_dtype = cache.dtype
+        weight = attn.qkv.weight
+        self.dtype = torch.bfloat16 if precision == "bf16" else weight.dtype
+        """Of what the matrices are multiplied with."""
+        in_bf16 = precision == "int8" and autocast_dtype("auto", weight.device) is not None
+        self.stored = weight.new_zeros(2, 0, 0, 0, 0, dtype=torch.bfloat16 if in_bf16 else self.dtype)
+
+    def reserve(self, batch: int, first: int, last: int, *, most: int) -> None:
+        """Make room for keys and values up to pixel `last`, keeping those before `first`.
+
+        Room grows by whole chunks: where all of it is read at once, torch's products need not copy what they read.
+        """
+        if first and last <= self.stored.shape[3]:
+            return
+        size = min(math.ceil(last / _CHUNK) * _CHUNK, most)
+        before = self.stored
+        self.stored = before.new_zeros(2, batch, self.num_heads, size, self.head_dim)
+        if first:
+            self.stored[:, :, :, :first] = before[:, :, :, :first]
 
     def __call__(self, tokens: Tensor, first: int) -> Tensor:
         """Map tokens `(B, n, D)` of pixels first, first + 1, ... to `(B, n, D)`."""
         B, n, D = tokens.shape
-        _, _, h, _, d = self.cache.shape
-        qkv = self.qkv(self.norm1(tokens).to(self.compute_dtype))
-        qkv = qkv.view(B, n, 3, h, d).permute(2, 0, 3, 1, 4)  # (3, B, h, n, d)
-        self.cache[:, :B, :, first : first + n] = qkv[1:]
-        keys, values = self.cache[:, :B, :, : first + n]
-        heads = _attend(qkv[0], keys, values)
-        tokens = tokens + self.proj(heads.transpose(1, 2).reshape(B, n, D))
-        hidden = self.fc1(self.norm2(tokens).to(self.compute_dtype))
+        qkv = self.qkv(self.norm1(tokens).to(self.dtype)).to(self.stored.dtype)
+        qkv = qkv.view(B, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, h, n, d)
+        self.stored[:, :, :, first : first + n] = qkv[1:]
+        heads = _attend(qkv[0], self.stored, first + n)
+        tokens = tokens + self.proj(heads.transpose(1, 2).reshape(B, n, D).to(self.dtype))
+        hidden = self.fc1(self.norm2(tokens).to(self.dtype))
         return tokens + self.fc2(F.silu(hidden, inplace=True))
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Give `attention` of the last n of so many pixels, each of them and those before it."""
-    n, d = query.shape[-2:]
-    if n == 1 and query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        # torch's fused attention takes 3 times as long for one row in bf16, and so does query @ keys.mT.
-        weights: Tensor = (keys @ (query * d**-0.5).mT).softmax(dim=-2)  # (B, h, N, 1)
-        return weights.mT @ values
-    return attention(query, keys, values, causal=n > 1)
+def _attend(query: Tensor, stored: Tensor, num_read: int) -> Tensor:
+    """Give `attention` of the last pixels of those that were read, `(B, h, n, d)`, to all before them and themselves."""
+    B, h, n, d = query.shape
+    if n > 1 or query.device.type != "cpu" or query.dtype != torch.bfloat16:
+        keys, values = stored[:, :, :, :num_read]
+        return attention(query, keys, values, causal=n > 1)
+    # torch's fused attention takes 4 times as long for one row in bf16, and so does query @ keys.mT.
+    keys, values = stored.flatten(1, 2)  # (B h, M, d)
+    scores = torch.bmm(keys, (query * d**-0.5).reshape(B * h, d, 1)).view(B * h, 1, -1)
+    scores[:, :, num_read:] = -torch.inf
+    return torch.bmm(scores.softmax(dim=-1), values).view(B, h, 1, d)
+
+
+def _norm(layer: RMSNorm) -> Linear:
+    """Give what an RMSNorm does to the precision of its gain; on a CPU in fewer steps than torch's own takes."""
+    if layer.weight.device.type != "cpu":
+        return layer
+    (D,) = layer.weight.shape
+    gain, eps = layer.weight * D**0.5, layer.eps * D
+
+    def norm(tokens: Tensor) -> Tensor:
+        sums = (tokens * tokens).sum(dim=-1, keepdim=True)
+        return tokens * sums.add_(eps).rsqrt_() * gain
+
+    return norm
 
 
 def _linear(
@@ -179,8 +227,7 @@ def _linear(
         return _int8_linear(weight, bias)
     if precision == "bf16":
         weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
-    packs = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    if packs and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if weight.device.type == "cpu" and weight.dtype != torch.float64 and _has_packed():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return lambda rows: F.linear(rows, weight, bias)
@@ -194,15 +241,15 @@ def _int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """
     scales = weight.double().abs().amax(dim=1).clamp_min(1e-30) / _LARGEST_INT8
     zeros = torch.zeros_like(scales, dtype=torch.int64)
-    rounded = torch.quantize_per_channel(weight.float(), scales, zeros, 0, torch.qint8)
     with _fbgemm():
+        rounded = torch.quantize_per_channel(weight.float(), scales, zeros, 0, torch.qint8)
         packed = torch.ops.quantized.linear_prepack(rounded, None)
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     capabilities = torch.cpu.get_capabilities()
     largest = _LARGEST_INT8 if capabilities.get("avx512_vnni") or capabilities.get("avx_vnni") else 63
 
     def linear(rows: Tensor) -> Tensor:
-        sizes = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True).clamp_min_(1e-30)
+        sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-30)
         product: Tensor = multiply(rows / sizes, 1 / largest, largest + 1, packed)
         return product.mul_(sizes) if bias is None else torch.addcmul(bias, product, sizes)
 
@@ -211,10 +258,15 @@ def _int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 @contextmanager
 def _fbgemm() -> Iterator[None]:
-    """Have torch pack int8 matrices for FBGEMM."""
+    """Have torch pack int8 matrices for FBGEMM, without the warning that their type is to go.
+
+    FBGEMM takes them as that type alone, and torch's other int8 products are several times slower on a row or two.
+    """
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
     finally:
         torch.backends.quantized.engine = before

@@ -156,7 +156,7 @@ def beam_search(
     totals = torch.zeros(1, dtype=torch.float64)
     if len(given) == N:
         return Beams(tokens, totals)
-    decoder = Decoder(gpt, precision=precision, batch_size=width)
+    decoder = Decoder(gpt, precision=precision)
     logits = decoder.start(tokens)
     while True:
         scores = totals[:, None] + logits.cpu().double().log_softmax(dim=-1)  # (W, V)
@@ -228,8 +228,7 @@ def _draw(
     (B, n), (_, N) = given.shape, numbers.shape
     if n == N or B == 0:
         return given.clone()
-    batch_size = min(batch_size, B)
-    decoder = Decoder(network, precision=precision, batch_size=batch_size)
+    decoder = Decoder(network, precision=precision)
     drawn = []
     for batch, batch_numbers in zip(torch.split(given, batch_size), torch.split(numbers, batch_size), strict=True):
         columns = [*batch.unbind(dim=1)]
