@@ -94,7 +94,6 @@ class Decoder:
         self.network = require_decodable(network)
         device = device_of(network)
         self.precision = resolve_precision(precision, device)
-        self.num_pixels = math.prod(self.network.image_size)
         self.num_read = 0
         """Inputs that were read, the start token included: the last logits are of the pixel of this number, less 1."""
         with torch.inference_mode():
@@ -125,7 +124,7 @@ class Decoder:
     def select(self, rows: Tensor) -> None:
         """Go on with images `rows`, int64 `(B',)`, of those at hand; one may be there several times."""
         for block in self.blocks:
-            block.stored = block.stored[:, rows]
+            block.select(rows)
 
     def _read(self, tokens: Tensor) -> Tensor:
         """Read inputs `(B, n)` after those before, and give the logits `(B, V)` after the last."""
@@ -135,7 +134,6 @@ class Decoder:
         with torch.autocast(tokens.device.type, enabled=False):
             features = F.embedding(tokens, network.token_embed) + network.pos_embed[:, first : self.num_read]
             for block in self.blocks:
-                block.reserve(len(tokens), first, self.num_read, most=self.num_pixels)
                 features = block(features, first)
             logits: Tensor = network.color_head(self.norm(features[:, -1]))
         return logits
@@ -147,13 +145,14 @@ class _DecoderBlock:
     The factors of the quick GELU are in the matrices on both sides of it.
     """
 
-    stored: Tensor
-    """Keys and values, `(2, B, h, M, d)`, M pixels of which the last are not there yet: zeros."""
+    keys: Tensor
+    """`(B, h, d, M)`; M grows with the pixels, and the last of them are not there yet."""
+    values: Tensor
+    """`(B, h, M, d)`."""
 
     def __init__(self, block: Block, precision: DrawPrecision) -> None:
         attn, mlp = block.attn, block.mlp
         self.num_heads = attn.num_heads
-        self.head_dim = attn.proj.in_features // attn.num_heads
         self.norm1, self.norm2 = _norm(block.norm1), _norm(block.norm2)
         self.qkv = _linear(attn.qkv, precision)
         self.proj = _linear(attn.proj, precision)
@@ -163,44 +162,48 @@ class _DecoderBlock:
         self.dtype = torch.bfloat16 if precision == "bf16" else weight.dtype
         """Of what the matrices are multiplied with."""
         in_bf16 = precision == "int8" and autocast_dtype("auto", weight.device) is not None
-        self.stored = weight.new_zeros(2, 0, 0, 0, 0, dtype=torch.bfloat16 if in_bf16 else self.dtype)
-
-    def reserve(self, batch: int, first: int, last: int, *, most: int) -> None:
-        """Make room for keys and values up to pixel `last`, keeping those before `first`.
-
-        Room grows by whole chunks: where all of it is read at once, torch's products need not copy what they read.
-        """
-        if first and last <= self.stored.shape[3]:
-            return
-        size = min(math.ceil(last / _CHUNK) * _CHUNK, most)
-        before = self.stored
-        self.stored = before.new_zeros(2, batch, self.num_heads, size, self.head_dim)
-        if first:
-            self.stored[:, :, :, :first] = before[:, :, :, :first]
+        self.cache_dtype = torch.bfloat16 if in_bf16 else self.dtype
 
     def __call__(self, tokens: Tensor, first: int) -> Tensor:
-        """Map tokens `(B, n, D)` of pixels first, first + 1, ... to `(B, n, D)`."""
+        """Map tokens `(B, n, D)` of pixels first, first + 1, ... to `(B, n, D)`; n is 1 but for the first ones."""
         B, n, D = tokens.shape
-        qkv = self.qkv(self.norm1(tokens).to(self.dtype)).to(self.stored.dtype)
-        qkv = qkv.view(B, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, h, n, d)
-        self.stored[:, :, :, first : first + n] = qkv[1:]
-        heads = _attend(qkv[0], self.stored, first + n)
+        qkv = self.qkv(self.norm1(tokens).to(self.dtype)).to(self.cache_dtype)
+        query, key, value = qkv.view(B, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (B, h, n, d) each
+        self._store(key, value, first)
+        heads = self._attend(query, first + n) if first else attention(query, key, value, causal=True)
         tokens = tokens + self.proj(heads.transpose(1, 2).reshape(B, n, D).to(self.dtype))
         hidden = self.fc1(self.norm2(tokens).to(self.dtype))
         return tokens + self.fc2(F.silu(hidden, inplace=True))
 
+    def select(self, rows: Tensor) -> None:
+        """Go on with some of the images, several times or not at all."""
+        self.keys, self.values = self.keys[rows], self.values[rows]
 
-def _attend(query: Tensor, stored: Tensor, num_read: int) -> Tensor:
-    """Give `attention` of the last pixels of those that were read, `(B, h, n, d)`, to all before them and themselves."""
-    B, h, n, d = query.shape
-    if n > 1 or query.device.type != "cpu" or query.dtype != torch.bfloat16:
-        keys, values = stored[:, :, :, :num_read]
-        return attention(query, keys, values, causal=n > 1)
-    # torch's fused attention takes 4 times as long for one row in bf16, and so does query @ keys.mT.
-    keys, values = stored.flatten(1, 2)  # (B h, M, d)
-    scores = torch.bmm(keys, (query * d**-0.5).reshape(B * h, d, 1)).view(B * h, 1, -1)
-    scores[:, :, num_read:] = -torch.inf
-    return torch.bmm(scores.softmax(dim=-1), values).view(B, h, 1, d)
+    def _store(self, key: Tensor, value: Tensor, first: int) -> None:
+        """Keep what later pixels need of pixels first, first + 1, ..., and nothing else where these are the first.
+
+        Room grows by whole chunks: where all of it is read at once, torch's products in bf16 need not copy it first.
+        """
+        B, h, n, d = key.shape
+        last = first + n
+        if first == 0 or last > self.keys.shape[-1]:
+            size = math.ceil(last / _CHUNK) * _CHUNK
+            keys, values = key.new_zeros(B, h, d, size), value.new_zeros(B, h, size, d)
+            if first:
+                keys[..., :first], values[:, :, :first] = self.keys[..., :first], self.values[:, :, :first]
+            self.keys, self.values = keys, values
+        self.keys[..., first:last] = key.mT
+        self.values[:, :, first:last] = value
+
+    def _attend(self, query: Tensor, num_read: int) -> Tensor:
+        """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them.
+
+        torch's fused attention takes twice as long for one row on a CPU, in bf16 four times.
+        """
+        B, h, _, d = query.shape
+        scores = torch.bmm((query * d**-0.5).reshape(B * h, 1, d), self.keys.flatten(0, 1))  # (B h, 1, M)
+        scores[..., num_read:] = -torch.inf
+        return torch.bmm(scores.softmax(dim=-1), self.values.flatten(0, 1)).view(B, h, 1, d)
 
 
 def _norm(layer: RMSNorm) -> Linear:
@@ -212,7 +215,8 @@ def _norm(layer: RMSNorm) -> Linear:
 
     def norm(tokens: Tensor) -> Tensor:
         sums = (tokens * tokens).sum(dim=-1, keepdim=True)
-        return tokens * sums.add_(eps).rsqrt_() * gain
+        normalised: Tensor = tokens * sums.add_(eps).rsqrt_() * gain
+        return normalised
 
     return norm
 
