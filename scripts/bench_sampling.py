@@ -26,13 +26,14 @@ from vitlab.inference.sampling import sample
 from vitlab.models.catalog import create_model
 from vitlab.models.imagegpt import ImageGPT
 from vitlab.models.weights import load_weights
+from vitlab.options import DrawPrecision
 
 
 class Enough(Exception):  # noqa: N818 - an ending, not an error
     """So many steps were timed."""
 
 
-class Clock(LogitsProcessor):  # type: ignore[misc]
+class Clock(LogitsProcessor):
     """Notes when each step ends, of either subject, and says when it is enough."""
 
     def __init__(self, steps: int) -> None:
@@ -98,7 +99,7 @@ def build(name: str, device: str) -> tuple[ImageGPTForCausalImageModeling, Image
         )
     )
     load_weights(network, peer.state_dict())
-    return peer.eval().to(device), network.eval().to(device)
+    return peer.eval().to(device), network.eval().to(device)  # type: ignore[no-untyped-call]
 
 
 def compare(
@@ -119,7 +120,7 @@ def compare(
             logits_processor=LogitsProcessorList([clock]),
         )
 
-    def ours(precision: str) -> Callable[[], object]:
+    def ours(precision: DrawPrecision) -> Callable[[], object]:
         return lambda: sample(
             network, count=batch, given=prefix, precision=precision, batch_size=batch, on_step=clock.tick
         )

@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 RECIPES = {"vit": "ViT", "swin": "Swin", "davit": "DaViT", "resnet18": "timm/resnet18"}
-EPOCHS = {1: 100, 10: 20, 100: None}
+EPOCHS = {1: 80, 10: 15, 100: None}
 """Percent of the training images: epochs; None for the recipe's own."""
 
 

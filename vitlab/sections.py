@@ -330,7 +330,10 @@ class MonitorConfig:
     """Write TensorBoard events into RUN/tensorboard."""
     log_every_steps: int = 10
     """Optimizer steps between points of the training curves."""
+    drawings: int = 8
+    """Images that an ImageGPT of next pixels draws at each evaluation, and half as many that it completes; or 0."""
 
     def __post_init__(self) -> None:
         require_values(self, section="monitor")
         require_positive(self, "log_every_steps", section="monitor")
+        require_not_negative(self, "drawings", section="monitor")

@@ -10,33 +10,25 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from vitlab.assembly import build_data, build_network, build_preprocess, build_trainer, build_trial, settle_model
 from vitlab.config import RunConfig
-from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
-from vitlab.data.loader import Loader
 from vitlab.disk import replacing
 from vitlab.engine import figures
-from vitlab.engine.device import multiply_add_rate, resolve_device
-from vitlab.engine.evaluator import Scores, headline
+from vitlab.engine.device import resolve_device
 from vitlab.engine.lr_finder import sweep_lr
 from vitlab.engine.monitor import Monitor
 from vitlab.engine.run_folder import RunFolder, Start, flatten, fresh_run_folder, open_run
 from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
-from vitlab.engine.trainer import Trainer, TrainingData
+from vitlab.engine.trainer import Trainer
 from vitlab.errors import Finished, InputError, RunError
-from vitlab.models.costs import count_macs, count_parameters, training_memory
 from vitlab.models.files import read_safetensors
-from vitlab.models.imagegpt import ImageGPT
-from vitlab.seeds import derive_seed
-from vitlab.text import duration, say
+from vitlab.showing import conclude, describe, preview, show_evaluation
+from vitlab.text import say
 
-_PREVIEW_IMAGES = 16
-_FEW_IMAGES = 50
 _CURVES = ("val/top1", "val/loss", "train/loss")
 
 
@@ -125,12 +117,12 @@ def _run(config: RunConfig, console: Console) -> Path:
             _open_folder(config, dataset, trainer, is_new=start.state is None or not start.in_place)
             if trainer.monitor.events is not None:
                 stack.callback(trainer.monitor.events.close)
-            _describe(console, config, dataset, trainer)
+            describe(console, config, dataset, trainer)
             if config.train.find_lr and start.state is None:
                 _find_lr(config, trainer, console)
             elif config.train.find_lr:
                 say(console, "train.find_lr: rates are tried at the start of a run only, and this one goes on")
-            _fit(trainer)
+            _fit(trainer, config, dataset)
         except OSError as error:
             reason = f"{error.strerror or error} ({error.filename or start.folder.path})"
             raise RunError(f"{reason}: {trainer.keeper.what_is_safe()}") from error
@@ -138,14 +130,14 @@ def _run(config: RunConfig, console: Console) -> Path:
         say(
             console, f"no better score in {trainer.progress.stale} evaluations: stopped at step {trainer.progress.step}"
         )
-    _conclude(console, start.folder, time.perf_counter() - began)
+    conclude(console, start.folder, _best_metrics(start.folder.path), time.perf_counter() - began)
     return start.folder.path
 
 
-def _fit(trainer: Trainer) -> None:
+def _fit(trainer: Trainer, config: RunConfig, dataset: Dataset) -> None:
     """Train, and draw the curves however that ends."""
     try:
-        trainer.fit(on_evaluation=lambda scores: _show_confusion(trainer, scores))
+        trainer.fit(on_evaluation=lambda scores: show_evaluation(trainer, config, dataset, scores))
     except BaseException:
         with suppress(Exception):  # how the run ended counts, not what a picture of it may lack
             _plot(trainer)
@@ -212,7 +204,7 @@ def _open_folder(config: RunConfig, dataset: Dataset, trainer: Trainer, *, is_ne
     with replacing(folder.config) as aside:
         aside.write_text(config.to_yaml(), encoding="utf-8")
     if is_new or not folder.train_batch.exists():
-        figures.save_image(folder.train_batch, _preview(config, dataset, trainer.data))
+        figures.save_image(folder.train_batch, preview(config, dataset, trainer.data))
     if is_new:
         trainer.keeper.started(trainer)
     cut_metrics(folder.metrics, step)
@@ -231,71 +223,6 @@ def _plot(trainer: Trainer) -> None:
         figures.plot_results(folder.metrics, folder.results, title=folder.path.name)
 
 
-def _preview(config: RunConfig, dataset: Dataset, data: TrainingData) -> Any:
-    """Draw the first training images as the network sees them, mixed where the run mixes."""
-    loader = Loader(
-        dataset.splits["train"],
-        TrainTransform(config.augment, data.preprocess),
-        batch_size=_PREVIEW_IMAGES,
-        seed=config.train.seed,
-        workers=0,
-        shuffle=True,
-        repeats=config.augment.repeats,
-        balanced=config.data.sampling == "balanced",
-        on_error="skip",
-    )
-    batch = next(iter(loader.epoch(0)))
-    names = [data.classes[label] for label in batch.labels.tolist()]
-    images = batch.images
-    if data.mixer.enabled and len(images):
-        torch.manual_seed(derive_seed(config.train.seed, "preview"))
-        images, shares = data.mixer(images.float(), batch.labels)
-        images = images.round().clamp(0, 255).to(torch.uint8)
-        names = [_mixed_name(data.classes, row) for row in shares]
-    return figures.image_grid(images.numpy(), names)
-
-
-def _mixed_name(classes: tuple[str, ...], shares: torch.Tensor) -> str:
-    top = shares.topk(min(2, len(shares)))
-    named = zip(top.values.tolist(), top.indices.tolist(), strict=True)
-    return " + ".join(f"{share:.0%} {classes[index]}" for share, index in named if share > 0)
-
-
-def _describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Trainer) -> None:
-    network = trainer.objective.network
-    parameters = count_parameters(network)
-    sizes = ", ".join(f"{name} {len(split)}" for name, split in dataset.splits.items())
-    H, W = network.image_size
-    precision = "fp32" if trainer.autocast is None else str(trainer.autocast).removeprefix("torch.")
-    say(console, f"{config.model.name}: {parameters:,} parameters, images {H}x{W}, on {trainer.device} in {precision}")
-    say(console, f"{config.data.root}: {len(dataset.classes)} classes, images: {sizes}")
-    val = len(dataset.splits["val"])
-    if val < _FEW_IMAGES:
-        say(console, f"note: validation has {val} images, so that one of them is {1 / val:.1%} of top-1")
-    seen = trainer.data.preprocess
-    crop = f"crop of {seen.crop_fraction:g}" if seen.resize_mode == "crop" else seen.resize_mode
-    mean, std = (", ".join(f"{value:g}" for value in values) for values in (seen.mean, seen.std))
-    if isinstance(network, ImageGPT):
-        say(console, _growth(network, trainer))
-    say(console, f"evaluation: {crop}, {seen.interpolation}, mean {mean}, std {std}")
-    say(console, f"run: {trainer.keeper.folder.path}")
-
-
-def _growth(network: ImageGPT, trainer: Trainer) -> str:
-    """Tell what a step takes at this size and at others, whose pixels are the tokens: a line to read before waiting."""
-    batch_size, rate = trainer.data.train.batch_size, multiply_add_rate(trainer.device, trainer.autocast)
-    parts = []
-    for size in (network.image_size, *((side, side) for side in (32, 48, 64))):
-        config = dataclasses.replace(network.config, image_size=size)
-        memory = training_memory(config, batch_size=batch_size, bytes_per_value=2 if trainer.autocast else 4)
-        with torch.device("meta"):
-            macs = count_macs(ImageGPT(config))
-        seconds = 3 * macs * batch_size / rate  # the backward pass is two forward passes
-        part = f"{size[0]}x{size[1]} {memory / 2**30:.2g} GiB and {seconds:.2g} s"
-        parts += [part] if part not in parts else []
-    return f"a step of {batch_size} images takes about, at the rate of matrix products here: {', '.join(parts)}"
-
-
 def _find_lr(config: RunConfig, trainer: Trainer, console: Console) -> None:
     """Try rates on a copy, save the curve, and say what to make of it; the run itself stays as it is configured."""
     say(console, "learning rates: trying up to 100 steps on a copy")
@@ -310,29 +237,3 @@ def _find_lr(config: RunConfig, trainer: Trainer, console: Console) -> None:
     figures.plot_lr_curve(curve.rates, curve.losses, curve.smoothed, found, folder.lr_plot)
     hint = "the loss did not fall at any rate" if found is None else f"the loss falls steepest at {found:.1e}"
     say(console, f"learning rates: {hint}; this run keeps optim.lr {config.optim.lr:g}; curve: {folder.lr_plot}")
-
-
-def _show_confusion(trainer: Trainer, scored: list[Scores]) -> None:
-    """Draw the confusion matrix of an evaluation that is the best so far, as a file and for TensorBoard."""
-    progress = trainer.progress
-    if progress.best_step != progress.step:
-        return
-    scores = next(scores for scores in scored if scores.weights == progress.best_weights)
-    if not scores.classifies:
-        return
-    picture = figures.confusion_image(scores.confusion.numpy(), scores.classes)
-    figures.save_image(trainer.keeper.folder.confusion, picture)
-    if trainer.monitor.events is not None:
-        trainer.monitor.events.image(trainer.progress.step, "val/confusion", picture)
-        trainer.monitor.events.flush()
-
-
-def _conclude(console: Console, folder: RunFolder, seconds: float) -> None:
-    best = _best_metrics(folder.path)
-    say(
-        console,
-        f"best: val {headline(best)} ({best['weights']} weights) at epoch {best['epoch']}, {best['count']} images; "
-        f"in {duration(seconds)}",
-    )
-    say(console, f"curves: {folder.results}, or tensorboard --logdir {folder.path}")
-    say(console, f"run: {folder.path}")

@@ -42,3 +42,20 @@ def odd_images(tmp_path_factory):
         folder.mkdir(exist_ok=True)
         Image.fromarray(coarse).resize((int(width), int(height))).save(folder / f"{index:02d}.png")
     return root
+
+
+@pytest.fixture
+def random_imagegpt():
+    """A function that builds an ImageGPT of 16 colours for 4 x 6 pixels, changed by its fields, with random weights."""
+
+    def build(**changes):
+        shape = {"image_size": (4, 6), "num_colors": 16, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+        network = create_model("imagegpt_small", **(shape | changes)).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.copy_(float((parameter == 1).all()) + 0.2 * torch.randn(parameter.shape, generator=generator))
+            network.token_embed.mul_(8)  # so that the next colour depends on those before it
+        return network.requires_grad_(requires_grad=False)
+
+    return build

@@ -53,6 +53,8 @@ class RunFolder:
         self.lock = path / ".lock"
         self.results = path / "results.png"
         self.confusion = path / "confusion.png"
+        self.samples = path / "samples.png"
+        self.completions = path / "completions.png"
         self.train_batch = path / "train_batch.jpg"
         self.lr_json = path / "lr_finder.json"
         self.lr_plot = path / "lr_finder.png"

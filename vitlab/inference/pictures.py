@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vitlab.data.datasets import files_split
 from vitlab.data.images import ImageError, list_images
+from vitlab.data.preprocess import Preprocess
 from vitlab.data.sample import read_sample
 from vitlab.disk import replacing
 from vitlab.engine.device import resolve_device
@@ -21,12 +22,14 @@ from vitlab.errors import InputError
 from vitlab.inference.decoder import require_decodable
 from vitlab.inference.sampling import beam_search, complete, sample
 from vitlab.models.files import ModelFile, load_model
+from vitlab.models.network import Network
 from vitlab.options import CompleteOptions, SampleOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _GREY = 128
+_COMPLETIONS = 2
 _Images = NDArray[np.uint8]
 
 
@@ -113,6 +116,30 @@ def complete_images(options: CompleteOptions, *, progress: "Progress | None" = N
     )
     _write_array(options.npy, rearrange(completions, "b count c h w -> b count h w c"))
     return Drawing(B * options.count, errors)
+
+
+def draw_progress(
+    network: Network, preprocess: Preprocess, originals: _Images, *, count: int
+) -> tuple[_Images, _Images]:
+    """Draw what shows how far training has come: `count` samples, and two completions of the lower half of images.
+
+    Args:
+        network: a causal ImageGPT.
+        preprocess: the model's own.
+        originals: uint8 `(B, C, H, W)`, the same at each call.
+        count: samples, drawn with the same random numbers at each call.
+
+    Returns:
+        Both grids, RGB uint8 `(H', W', 3)`.
+    """
+    gpt = require_decodable(network)
+    num_given = math.prod(gpt.image_size) // 2
+    tokens = gpt.encode(preprocess.normalize(torch.from_numpy(originals).to(gpt.palette.device)))
+    samples = gpt.decode(sample(gpt, count=count)).cpu().numpy()
+    drawn = rearrange(complete(gpt, tokens[:, :num_given], count=_COMPLETIONS), "b count n -> (b count) n")
+    completions = rearrange(gpt.decode(drawn).cpu().numpy(), "(b count) c h w -> b count c h w", count=_COMPLETIONS)
+    names = ["given"] * len(originals)
+    return image_grid(samples), _rows_of(originals, names, completions, gpt.decode(tokens).cpu().numpy(), num_given)
 
 
 def _rows_of(originals: _Images, names: Sequence[str], completions: _Images, seen: _Images, num_given: int) -> _Images:

@@ -227,7 +227,7 @@ def _draw(
     require(is_number(batch_size) and batch_size >= 1, f"batch_size is {batch_size}: give 1 or more")
     (B, n), (_, N) = given.shape, numbers.shape
     if n == N or B == 0:
-        return given.clone()
+        return F.pad(given, (0, N - n))
     decoder = Decoder(network, precision=precision)
     drawn = []
     for batch, batch_numbers in zip(torch.split(given, batch_size), torch.split(numbers, batch_size), strict=True):
