@@ -211,7 +211,7 @@ def _norm(layer: RMSNorm) -> Linear:
     if layer.weight.device.type != "cpu":
         return layer
     (D,) = layer.weight.shape
-    gain, eps = layer.weight * D**0.5, layer.eps * D
+    gain, eps = layer.weight * D**0.5, layer.weight.new_tensor(layer.eps * D)
 
     def norm(tokens: Tensor) -> Tensor:
         sums = (tokens * tokens).sum(dim=-1, keepdim=True)
