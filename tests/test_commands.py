@@ -184,12 +184,22 @@ def test_commands_open_no_connection(color_folder, tmp_path):
     )
     run_dir = tmp_path / "run"
     small = ["--data.workers", 1, "--model.image_size", 16, "--model.overrides.patch_size", 8]
+    drawer, shape = tmp_path / "drawer", {"num_colors": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
+    gpt = ["--model.name", "imagegpt_small", "--model.image_size", 4, "--model.overrides", json.dumps(shape)]
+    gpt += ["--objective.name", "next_pixel"]
     lines = [
         ["train", "--data.root", color_folder, "--train.run_dir", run_dir, "--train.steps", 1, *small],
         ["evaluate", run_dir, "--data", color_folder],
         ["predict", run_dir, color_folder / "test", "--workers", 1],
         ["compare", run_dir, run_dir, "--split", "test", "--workers", 0],
         ["palette", "--data", color_folder, "--out", tmp_path / "palette.npy", "--num_colors", 4, "--workers", 0],
+        ["probe", run_dir, "--data", color_folder, "--workers", 0],
+        [
+            *["train", "--data.root", color_folder, "--train.run_dir", drawer, "--train.steps", 1, "--data.workers", 0],
+            *gpt,
+        ],
+        ["sample", drawer, "--count", 1, "--out", tmp_path / "samples.png"],
+        ["complete", drawer, color_folder / "test" / "red" / "000.png", "--out", tmp_path / "completed.png"],
         ["models"],
         ["--version"],
     ]

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from vitlab.__main__ import main
-from vitlab.config import ModelConfig, ObjectiveConfig
+from vitlab.config import ModelConfig, MonitorConfig, ObjectiveConfig
 from vitlab.data.palette_file import write_palette
 from vitlab.engine.run_folder import RunFolder
 from vitlab.errors import InputError, Interrupted
@@ -169,3 +169,31 @@ def test_other_statistics_than_the_palettes_are_refused(pixel_run):
     config = pixel_run(data__mean=(0.4, 0.4, 0.4))
     with pytest.raises(InputError, match=r"imagegpt_small reads colours with data.mean 0.5: leave the field out"):
         run_training(config)
+
+
+def test_drawings_are_shown_at_each_evaluation_and_change_no_weight(drawn, pixel_run, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(drawn / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    steps = [row["step"] for row in RunFolder(drawn).read_metrics()]
+    for name in ("samples", "completions"):
+        assert (drawn / f"{name}.png").exists()
+        assert [image.step for image in events.Images(f"val/{name}")] == steps
+    weights = []
+    for drawings in (0, 3):
+        config = pixel_run(train__run_dir=str(tmp_path / str(drawings)), overrides={"drop_rate": 0.2})
+        run = run_training(dataclasses.replace(config, monitor=MonitorConfig(drawings=drawings)))
+        assert (run / "samples.png").exists() == (drawings > 0)
+        weights.append(load_model(run / "last.safetensors").network.state_dict())
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+
+def test_growth_is_told_before_the_run(pixel_run):
+    out = io.StringIO()
+    run_training(pixel_run(train__steps=1), console=Console(file=out, width=300))
+    line = next(line for line in out.getvalue().splitlines() if line.startswith("a step of 8 images takes about"))
+    sizes = [part.split()[0] for part in line.split(": ")[1].split(", ")]
+    memory = [float(part.split()[1]) for part in line.split(": ")[1].split(", ")]
+    assert sizes == ["4x6", "32x32", "48x48", "64x64"]
+    assert memory == sorted(memory)

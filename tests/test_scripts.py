@@ -1,10 +1,14 @@
 """The scripts run as their help says."""
 
+import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
@@ -55,3 +59,49 @@ def test_norm_order_prints_a_row_for_each_order_and_warmup():
         ("pre", "0"),
         ("pre", "1"),
     ]
+
+
+def test_count_model_gives_the_entropy_of_what_its_neighbours_do_not_tell(color_folder, tmp_path):
+    """Stripes: the left neighbour tells a pixel's colour, but for the first of each row."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 120), ("test", 40)):
+        for index in range(count):
+            path = tmp_path / "stripes" / split / "ab"[index % 2] / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = generator.integers(0, 2, (8, 1, 1), dtype=np.uint8) * 255
+            Image.fromarray(np.broadcast_to(rows, (8, 8, 3)).copy()).save(path)
+    out = run("count_model.py", "--data", tmp_path / "stripes", "--image_size", 8, "--num_colors", 2, "--split", "test")
+    nats = float(out.split("neighbour: ")[1].split(" nats")[0])
+    assert nats == pytest.approx(math.log(2) / 8, abs=0.004)
+
+
+def test_data_need_draws_nested_shares_by_class(tmp_path):
+    spec = importlib.util.spec_from_file_location("data_need", ROOT / "scripts" / "data_need.py")
+    data_need = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(data_need)
+    for split, count in (("train", 200), ("test", 3)):
+        for name in "ab":
+            for index in range(count):
+                path = tmp_path / "data" / split / name / f"{index}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+    rows = {}
+    for share in (1, 10, 100):
+        lines = data_need.write_share(tmp_path / "data", share, tmp_path).read_text().splitlines()[1:]
+        rows[share] = {line for line in lines if line.endswith("train")}
+        assert len(lines) - len(rows[share]) == 6
+        assert sum(",a," in line for line in rows[share]) == sum(",b," in line for line in rows[share]) == 2 * share
+    assert rows[1] < rows[10] < rows[100]
+    table = data_need.table([{"recipe": "swin", "share": 10, "top1": 0.5, "count": 6}])
+    assert "| Swin |  | 50.0% |  |" in table
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "line"),
+    [
+        ("memory.py", ["--models", "vit_tiny", "--batch_size", 2], "vit_tiny"),
+        ("save_cost.py", ["--steps", 3, "--every", 1, "--repeats", 1, "--batch_size", 2], "a save costs"),
+    ],
+)
+def test_measuring_scripts_run(script, arguments, line):
+    assert line in run(script, *arguments)
