@@ -6,7 +6,8 @@
 A pixel's colour given its left and its upper neighbour, counted on the training images and interpolated with the colour
 given the left one, given the upper one, given nothing, and the uniform distribution. The weights of the interpolation
 depend on how often the context was seen, and are fitted by expectation maximisation to a tenth of the training images
-that is not counted. The palette is the checkpoint's, or fitted as training fits it. The scored split chooses nothing.
+that is not counted. No more images are read than take 256 MiB. The palette is the checkpoint's, or fitted as training
+fits it. The scored split chooses nothing.
 """
 
 import argparse
@@ -18,10 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from vitlab.config import DataConfig
 from vitlab.data.datasets import load_dataset
 from vitlab.data.palette import encode, fit_palette, to_unit
 from vitlab.data.preprocess import Preprocess
-from vitlab.data.sample import read_sample
+from vitlab.data.sample import read_sample, spread
+from vitlab.engine.objectives import as_pixel_network
 from vitlab.errors import InputError
 from vitlab.models.files import load_model
 
@@ -59,11 +62,12 @@ def read_tokens(args: argparse.Namespace) -> tuple[Tokens, Tokens, Tokens, int]:
     """Give the tokens (N, H, W) to count, to tune and to score on, and the number of colours."""
     side = args.image_size
     preprocess = Preprocess(image_size=(side, side), resize_mode="squash", mean=(0.5,) * 3, std=(0.5,) * 3)
-    palette = None
+    palette, val_fraction, seed = None, DataConfig.val_fraction, DataConfig.val_seed
     if args.checkpoint is not None:
         model = load_model(args.checkpoint)
-        preprocess, palette = model.preprocess, model.network.palette
-    dataset = load_dataset(args.data, val_fraction=0.1, seed=0)
+        preprocess, palette = model.preprocess, as_pixel_network(model.network).palette
+        val_fraction, seed = model.data.get("val_fraction", val_fraction), model.data.get("seed", seed)
+    dataset = load_dataset(args.data, val_fraction=val_fraction, seed=seed)
     images = {}
     for name in ("train", args.split):
         images[name], _ = read_sample(
@@ -76,7 +80,7 @@ def read_tokens(args: argparse.Namespace) -> tuple[Tokens, Tokens, Tokens, int]:
             on_images=lambda done, total: None,
         )
     if palette is None:
-        palette = fit_palette(images["train"][:5000], args.num_colors, seed=0)
+        palette = fit_palette(spread(images["train"], 5000), args.num_colors, seed=0)
     tokens = {name: np.stack([encode(to_unit(image), palette).numpy() for image in images[name]]) for name in images}
     train = tokens["train"]
     rows = np.random.default_rng(0).permutation(len(train))
@@ -99,17 +103,16 @@ class CountModel:
 
     def experts(self, tokens: Tokens) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Give each pixel's probability (M, 5) under each table and the uniform one, and the bin of its context."""
-        colors, columns, buckets = tokens.ravel(), [], None
+        colors, columns, levels = tokens.ravel(), [], []
         for context, (pairs, counts, seen, totals) in zip(contexts(tokens, self.num_colors), self.tables, strict=True):
             of_pair, of_context = (
                 look_up(pairs, counts, context * self.num_colors + colors),
                 look_up(seen, totals, context),
             )
             columns.append(of_pair / np.maximum(of_context, 1))
-            level = np.minimum(np.log2(of_context + 1).astype(np.int64), 15)
-            buckets = level if buckets is None else buckets
+            levels.append(np.minimum(np.log2(of_context + 1).astype(np.int64), 15))
         columns.append(np.full(len(colors), 1 / self.num_colors))
-        return np.stack(columns, axis=1), buckets
+        return np.stack(columns, axis=1), levels[0]
 
     def tune(self, tokens: Tokens) -> None:
         """Fit the weights of the interpolation, by how often the context of both neighbours was seen."""
@@ -125,7 +128,8 @@ class CountModel:
     def probabilities(self, tokens: Tokens) -> NDArray[np.float64]:
         """Give each pixel's probability."""
         experts, bucket = self.experts(tokens)
-        return (experts * self.weights[bucket]).sum(axis=1)
+        mixed: NDArray[np.float64] = (experts * self.weights[bucket]).sum(axis=1)
+        return mixed
 
 
 def contexts(tokens: Tokens, num_colors: int) -> list[Tokens]:

@@ -166,7 +166,7 @@ def _start(recipe: str, run: Path) -> int:
         for stream, suffix in ((sys.stdout, ".out"), (sys.stderr, ".err")):
             os.dup2(os.open(run.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
         _count_micro_batches()
-        training._plot = training._show_confusion = lambda *_: None  # pictures take longer than such a run
+        training._plot = training.show_evaluation = lambda *_: None  # pictures take longer than such a run
         code = vitlab(_line(recipe, run))
         sys.stdout.flush()
     except BaseException as error:

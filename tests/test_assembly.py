@@ -152,3 +152,19 @@ def test_one_class_is_refused(build, color_folder, tmp_path):
         (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
     with pytest.raises(InputError, match="has only one class, 7: there is nothing to tell apart"):
         build(data__root=str(tmp_path))
+
+
+@pytest.mark.parametrize(("side", "precision"), [(16, None), (40, torch.bfloat16)])
+def test_networks_that_meet_torchs_wrong_gradients_train_in_fp32(side, precision, build, monkeypatch):
+    """A ResNet of 16 pixels ends in maps of one, over which a strided convolution goes."""
+    from vitlab.engine import device
+
+    monkeypatch.setattr(device, "_computes_in_bf16", lambda device: True, raising=False)
+    changes = {"model__name": "timm/resnet10t", "model__overrides": {}, "model__image_size": side}
+    trainer = build(train__precision="bf16" if precision else "auto", **changes)
+    assert trainer.autocast == precision
+    if precision is None:
+        with pytest.raises(
+            InputError, match=r"which sees a single pixel, are wrong on a CPU: give --train.precision fp32"
+        ):
+            build(train__precision="bf16", **changes)

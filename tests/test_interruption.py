@@ -41,7 +41,7 @@ ALL = {
 def without_pictures(monkeypatch):
     """Curves and confusion matrices take longer than these runs."""
     monkeypatch.setattr(training, "_plot", lambda trainer: None)
-    monkeypatch.setattr(training, "_show_confusion", lambda trainer, scores: None)
+    monkeypatch.setattr(training, "show_evaluation", lambda *_: None)
 
 
 def assert_same_end(run: Path, other: Path) -> None:

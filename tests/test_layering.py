@@ -15,7 +15,7 @@ BELOW = {
     "engine": {"models", "data", "layers"},
     "inference": {"engine", "models", "data", "layers"},
     "assembly": {"engine", "models", "data"},
-    "showing": {"inference", "engine", "models", "data"},
+    "showing": {"inference", "engine", "models", "data", "layers"},
     "training": {"assembly", "showing", "engine", "models", "data"},
     "replay": {"assembly", "engine", "models", "data"},
     "printing": {"inference", "engine", "models"},

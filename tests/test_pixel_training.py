@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -76,16 +77,18 @@ def test_evaluate_gives_the_loss_of_the_log(drawn, color_folder, tmp_path, capsy
     best = min(row["val/loss"] for row in RunFolder(drawn).read_metrics())
     scores = json.loads(out.read_text())
     assert scores["loss"] == pytest.approx(best, rel=1e-6)
-    assert f"loss {best:.4f} ({best / np.log(2):.4f} bits a pixel), 15 images (raw weights)" in capsys.readouterr().out
+    assert f"loss {best:.4f} pixels {best / np.log(2):.4f} bits, 15 images (raw weights)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["predict", "compare"])
 def test_what_needs_classes_says_that_there_are_none(command, drawn, color_folder, capsys):
     rest = [str(color_folder / "val")] if command == "predict" else [str(drawn), "--data", str(color_folder)]
     assert main([command, str(drawn), *rest]) == 2
-    assert (
-        "was trained for next_pixel and knows no classes: train from it with --model.weights" in capsys.readouterr().err
-    )
+    lines = {
+        "predict": "was trained for next_pixel and knows no classes: train from it with --model.weights",
+        "compare": f"compare needs classes, and {drawn} was trained for next_pixel: vitlab evaluate gives its bits",
+    }
+    assert lines[command] in capsys.readouterr().err
 
 
 def test_a_second_run_from_a_model_file_needs_no_more_than_its_name(drawn, color_folder, tmp_path, capsys):
@@ -197,3 +200,55 @@ def test_growth_is_told_before_the_run(pixel_run):
     memory = [float(part.split()[1]) for part in line.split(": ")[1].split(", ")]
     assert sizes == ["4x6", "32x32", "48x48", "64x64"]
     assert memory == sorted(memory)
+
+
+def test_freezing_all_that_an_objective_trains_is_refused(pixel_run):
+    config = pixel_run()
+    with pytest.raises(InputError, match=r"model.freeze backbone leaves nothing to train for next_pixel"):
+        run_training(dataclasses.replace(config, model=dataclasses.replace(config.model, freeze="backbone")))
+
+
+def test_drawing_needs_trained_colours(pixel_run, color_folder, tmp_path, capsys):
+    run = run_training(pixel_run(name="classification", train__steps=1))
+    assert main(["sample", str(run), "--count", "1", "--out", str(tmp_path / "a.png")]) == 2
+    assert "was trained for classes alone and knows no colours: train with --objective.name" in capsys.readouterr().err
+
+
+def test_complete_does_not_write_over_its_images(drawn, color_folder, tmp_path, capsys):
+    photo = tmp_path / "photo.png"
+    shutil.copyfile(color_folder / "test" / "red" / "000.png", photo)
+    before = photo.read_bytes()
+    assert main(["complete", str(drawn), str(photo), "--out", str(photo)]) == 2
+    assert "photo.png is one of the images: give another file" in capsys.readouterr().err
+    assert photo.read_bytes() == before
+
+
+def test_weights_on_digits_bring_their_network_and_no_recipe(drawn, tmp_path):
+    arguments = ["--data.root", "digits", "--data.workers", "0", "--train.steps", "1", "--data.channels", "3"]
+    run = tmp_path / "run"
+    line = [
+        "train",
+        "--model.weights",
+        str(drawn),
+        "--objective.name",
+        "joint",
+        *arguments,
+        "--train.run_dir",
+        str(run),
+    ]
+    assert main(line) == 0
+    assert load_model(run / "last.safetensors").network.config_dict()["embed_dim"] == 16
+
+
+def test_a_run_whose_weights_file_has_gone_says_how_to_go_on(drawn, color_folder, tmp_path, capsys):
+    source, run = tmp_path / "source.safetensors", tmp_path / "run"
+    shutil.copyfile(drawn / "best.safetensors", source)
+    line = ["train", "--model.weights", str(source), "--objective.name", "joint", "--data.root", str(color_folder)]
+    line += ["--data.workers", "0", "--train.run_dir", str(run), "--train.epochs", "1"]
+    assert main(line) == 0
+    source.unlink()
+    assert main([*line[:-1], "2"]) == 2
+    assert f"the run that began from it goes on with --config {run / 'config.yaml'}" in capsys.readouterr().err
+    assert (
+        main(["train", "--config", str(run / "config.yaml"), "--train.run_dir", str(run), "--train.epochs", "2"]) == 0
+    )

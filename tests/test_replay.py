@@ -60,7 +60,7 @@ def test_last_state_has_nothing_to_be_compared_with(tiny_run):
     run = run_training(tiny_run(train__steps=1))
     with pytest.raises(InputError, match=r"step-1 has no later state beside it"):
         replay(run / "resume" / "step-1")
-    with pytest.raises(InputError, match=r"step-9 is incomplete or damaged"):
+    with pytest.raises(InputError, match=r"step-9 is no state"):
         replay(run / "resume" / "step-9")
 
 

@@ -41,15 +41,15 @@ class CrashError(Exception):
 
 def crash_in_epoch(monkeypatch, epoch: int, config) -> None:
     """Run until an epoch's evaluation has been logged and its state not yet saved, and die there."""
-    shown = training._show_confusion
+    shown = training.show_evaluation
 
-    def show(trainer, scores):
-        shown(trainer, scores)
+    def show(trainer, config, dataset, scores):
+        shown(trainer, config, dataset, scores)
         if trainer.progress.epoch + 1 == epoch:
             raise CrashError
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_show_confusion", show)
+        patch.setattr(training, "show_evaluation", show)
         with pytest.raises(CrashError):
             run_training(config)
 

@@ -19,7 +19,7 @@ from vitlab.text import printable
 
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _OUT_OF_MEMORY = (
-    "the GPU's memory is full: give fewer images at a time (train.batch_size with more train.accumulate, "
+    "memory is full: give fewer images at a time (train.batch_size with more train.accumulate, "
     "or --batch_size), or train.grad_checkpointing true"
 )
 
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         return _say(error, 1)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, named so as not to import it here
+        # torch's, named so as not to import it here; on a CPU it has no class of its own
+        if type(error).__name__ != "OutOfMemoryError" and "DefaultCPUAllocator: can't allocate" not in str(error):
             raise
         return _say(f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})", 1)
     except KeyboardInterrupt:
@@ -74,7 +75,7 @@ def _ended_by_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from vitlab.checks import require
-from vitlab.config import DataConfig, RunConfig, WeightsKind
+from vitlab.config import DataConfig, RunConfig, TrainConfig, WeightsKind
 from vitlab.data.augment import Mixer, TrainTransform
 from vitlab.data.cache import Prepare, cached, unchanged
 from vitlab.data.datasets import Dataset, Split, fingerprint
@@ -23,8 +22,9 @@ from vitlab.data.loader import Loader, Transform
 from vitlab.data.palette import fit_palette, palette_quality, uniform_palette
 from vitlab.data.palette_file import read_palette
 from vitlab.data.preprocess import EvalTransform, Preprocess
-from vitlab.data.sample import read_sample
+from vitlab.data.sample import read_sample, spread
 from vitlab.engine.compilation import compile_blocks
+from vitlab.engine.device import autocast_dtype
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor
 from vitlab.engine.objectives import build_objective
@@ -34,7 +34,8 @@ from vitlab.engine.trainer import Trainer, TrainingData, count_steps
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model
 from vitlab.models.files import save_model
-from vitlab.models.network import Network, PixelNetwork
+from vitlab.models.network import Network, PixelNetwork, device_of
+from vitlab.models.single_pixels import strides_over_single_pixels
 from vitlab.models.sources import read_record
 from vitlab.models.weights import load_weights
 from vitlab.seeds import derive_seed
@@ -56,12 +57,17 @@ def settle_model(config: RunConfig) -> RunConfig:
     """Name the network, and take from a model file in `model.weights` all fields that the configuration leaves open.
 
     Only a file of the named network, or of any where none is named, says how it was built. One that cannot be read
-    says nothing here: a run that goes on does not need it, and `build_network` names what is wrong.
+    says nothing here, and `build_network` names what is wrong; a run that goes on from its own `config.yaml`, in which
+    all is named, does not need it.
     """
     model, record = config.model, None
     if model.weights is not None:
-        with suppress(InputError):
+        try:
             record = read_record(model.weights)
+        except InputError as error:
+            own = Path(config.train.run_dir or "") / "config.yaml"
+            if model.name is None and config.train.run_dir is not None and own.exists():
+                raise InputError(f"{error}; the run that began from it goes on with --config {own}") from None
     file = {} if record is None else record["model"]
     name = model.name or file.get("name", _DEFAULT_NETWORK)
     settled = dataclasses.replace(model, name=name)
@@ -117,7 +123,12 @@ def build_network(
             f"model.palette is for an ImageGPT, and model.name is {network.name}: leave it out",
         )
     elif fresh and not (config.model.palette == "auto" and palette_came):
-        network.set_palette(_find_palette(config, dataset, network, console))
+        require(
+            config.model.weights is None or config.model.palette != "auto",
+            f"the weights {config.model.weights} hold no palette: give --model.palette FILE.npy, the one that they "
+            "were trained with",
+        )
+        network.set_palette(_find_palette(config, dataset, network, stated, console))
     _check_batches(config, network, len(dataset.splits["train"]))
     freeze(network, config.model.freeze)
     if config.train.grad_checkpointing:
@@ -125,7 +136,9 @@ def build_network(
     return network, stated
 
 
-def _find_palette(config: RunConfig, dataset: Dataset, network: Network, console: Console) -> Tensor:
+def _find_palette(
+    config: RunConfig, dataset: Dataset, network: Network, stated: Mapping[str, Any], console: Console
+) -> Tensor:
     """Read the colours that the configuration names, or fit them to training images."""
     V = network.config_dict()["num_colors"]
     if config.model.palette == "uniform":
@@ -138,7 +151,7 @@ def _find_palette(config: RunConfig, dataset: Dataset, network: Network, console
         task = progress.add_task("reading images for the palette", total=None)
         images, _ = read_sample(
             dataset.splits["train"],
-            build_preprocess(config.data, network, {}),
+            build_preprocess(config.data, network, stated),
             max_images=_PALETTE_IMAGES,
             seed=config.train.seed,
             workers=config.data.workers,
@@ -146,7 +159,7 @@ def _find_palette(config: RunConfig, dataset: Dataset, network: Network, console
             on_images=lambda done, total: progress.update(task, completed=done, total=total),
         )
     palette = fit_palette(images, V, seed=config.train.seed)
-    quality = palette_quality(images[:_PALETTE_MEASURED], palette)
+    quality = palette_quality(spread(images, _PALETTE_MEASURED), palette)
     say(console, f"palette fitted to training images: {quality.describe()}")
     return palette
 
@@ -285,13 +298,19 @@ def build_trainer(
         console=console,
         classifies=config.objective.classifies,
     )
+    train_config = _safe_precision(config.train, network, console)
     class_counts = np.bincount(dataset.splits["train"].labels, minlength=len(data.classes)).tolist()
+    objective = build_objective(config.objective, network, class_counts=class_counts)
+    require(
+        any(parameter.requires_grad for parameter in network.parameters()),
+        f"model.freeze {config.model.freeze} leaves nothing to train for {config.objective.name}: free some blocks",
+    )
     trainer = Trainer(
-        build_objective(config.objective, network, class_counts=class_counts),
+        objective,
         build_optimizer(config.optim, network),
         build_schedule(config.optim, count_steps(config.train, len(data.train))),
         data=data,
-        config=config.train,
+        config=train_config,
         clip_grad=config.optim.clip_grad,
         keeper=keeper,
         monitor=monitor,
@@ -299,6 +318,19 @@ def build_trainer(
     if config.train.compile:  # after the parameter groups and the averaged copy, whose names it must not touch
         compile_blocks(network)
     return trainer
+
+
+def _safe_precision(config: TrainConfig, network: Network, console: Console) -> TrainConfig:
+    """Take float32 in place of bf16 where torch's gradients would be wrong."""
+    device = device_of(network)
+    if device.type != "cpu" or autocast_dtype(config.precision, device) is None:
+        return config
+    if not (layers := strides_over_single_pixels(network)):
+        return config
+    reason = f"torch's bf16 gradients of {layers[0]}, which sees a single pixel, are wrong on a CPU"
+    require(config.precision == "auto", f"{reason}: give --train.precision fp32, or larger images")
+    say(console, f"precision: fp32, since {reason}")
+    return dataclasses.replace(config, precision="fp32")
 
 
 def build_trial(config: RunConfig, trainer: Trainer, monitor: Monitor) -> Trainer:
@@ -309,7 +341,7 @@ def build_trial(config: RunConfig, trainer: Trainer, monitor: Monitor) -> Traine
         build_optimizer(config.optim, objective.network),
         trainer.schedule,
         data=trainer.data,
-        config=dataclasses.replace(config.train, ema_decay=None),
+        config=dataclasses.replace(trainer.config, ema_decay=None),
         clip_grad=config.optim.clip_grad,
         keeper=trainer.keeper,
         monitor=monitor,

@@ -139,15 +139,15 @@ def _parse_command(name: str, arguments: list[str]) -> Any:
 def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
     """Read a run's configuration: the file first, then what stands on the line, wherever `--config` stands in it.
 
-    Where neither a file nor data nor another network is named, the recipe for the built-in digits is the file.
+    Where neither a file nor data nor a network nor weights are named, the recipe for the built-in digits is the file.
     """
     parser.add_argument("--config", action="config", help="YAML file; what stands on the line after it wins.")
     parser.add_class_arguments(RunConfig, None)
     arguments = _join_lists(_files_first(arguments))
     try:
         namespace = parser.parse_args(arguments)
-        named = namespace.config, namespace.data.root, namespace.model.name
-        if named == (None, RunConfig().data.root, RunConfig().model.name):
+        named = namespace.config, namespace.model.name, namespace.model.weights
+        if named == (None, None, None) and namespace.data.root == RunConfig().data.root:
             namespace = parser.parse_args(["--config", str(shipped_config(DIGITS_RECIPE)), *arguments])
         return _build(parser, namespace)
     except InputError:

@@ -52,6 +52,8 @@ def evaluate(options: EvaluateOptions) -> int:
     console = Console()
     _check_outputs(json=options.json, confusion=options.confusion)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
+    if options.confusion is not None:
+        model.require_classes(options.checkpoint)
     scored = read_split(model, options.data, options.split)
     for line in (*scored.log, *([f"note: {scored.note}"] if scored.note else [])):
         say(console, line)
@@ -68,7 +70,7 @@ def evaluate(options: EvaluateOptions) -> int:
     result = {"checkpoint": options.checkpoint, "data": options.data, "split": options.split, **scores.to_dict()}
     print_scores(console, result)
     _write_json(console, options.json, result)
-    if options.confusion is not None and scores.classifies:
+    if options.confusion is not None:
         _draw_confusion(console, Path(options.confusion), scores)
     return SKIPPED_SOME if scores.errors else 0
 

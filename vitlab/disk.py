@@ -40,7 +40,9 @@ def replacing(path: Path) -> Iterator[Path]:
         flush(aside)
         os.replace(aside, path)
         flush(path.parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a full disk tells no name
+            error.filename = str(path)
         with suppress(OSError):  # the first failure counts
             aside.unlink(missing_ok=True)
         raise

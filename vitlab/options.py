@@ -203,7 +203,8 @@ class SampleOptions:
     top_p: float = 1.0
     """Draw among the fewest likeliest colours that have this probability together."""
     beam: int = 0
-    """Instead of drawing, search for the likeliest images with so many beginnings at a time; 0 draws."""
+    """Instead of drawing, search for the likeliest images with so many beginnings at a time; 0 draws.
+    A beam takes no temperature, top_k, top_p and seed."""
     seed: int = 0
     """Seed of the draws."""
     npy: str | None = None
@@ -221,7 +222,9 @@ class SampleOptions:
         if self.beam < 0:
             raise InputError(f"--beam is {self.beam}: give 1 or more, or 0 to draw")
         if 0 < self.beam < self.count:
-            raise InputError(f"--count is {self.count}, and a beam of {self.beam} finds no more than that: give fewer")
+            raise InputError(
+                f"--count is {self.count}, and a beam of {self.beam} finds no more: give fewer, or a wider beam"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

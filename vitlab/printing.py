@@ -66,19 +66,28 @@ def print_proposals(console: Console, proposals: "list[Proposal]") -> None:
 
 
 def print_scores(console: Console, result: dict[str, Any]) -> None:
-    """Print the headline in percent, what the probabilities are worth, and a row for each class."""
-    from vitlab.engine.evaluator import headline, percent
+    """Print the headline, what is known of the classes where there are any, and what could not be read."""
+    from vitlab.engine.evaluator import headline
 
-    if "top1" not in result:
-        where = f"{result['split']} split of {result['data']}"
-        say(console, f"{where}: {headline(result)}, {result['count']} images ({result['weights']} weights)")
-        return
-    intervals = result["intervals"]
+    error = f", error {result['error']:.2%}" if "error" in result else ""
     say(
         console,
-        f"{result['split']} split of {result['data']}: {headline(result, intervals)}, error {result['error']:.2%}, "
+        f"{result['split']} split of {result['data']}: {headline(result, result.get('intervals'))}{error}, "
         f"{result['count']} images ({result['weights']} weights)",
     )
+    if "per_class" in result:
+        _print_classes(console, result)
+    for unread in result["unreadable"]:
+        say(console, f"skipped {unread['path']}: {unread['reason']}")
+    if result["unreadable"]:
+        say(console, f"{len(result['unreadable'])} images could not be read and are in no count")
+
+
+def _print_classes(console: Console, result: dict[str, Any]) -> None:
+    """Print means over the classes, what the probabilities are worth, and a row for each class."""
+    from vitlab.engine.evaluator import percent
+
+    intervals = result["intervals"]
     say(
         console,
         f"mean over the classes: recall {percent(result['macro_recall'], intervals['macro_recall'])}, "
@@ -103,10 +112,6 @@ def print_scores(console: Console, result: dict[str, Any]) -> None:
         table.add_row(Text(printable(row["class"])), str(row["count"]), precision, recall, f1)
     console.print(table)
     say(console, "in brackets: 95% intervals over the choice of images")
-    for error in result["unreadable"]:
-        say(console, f"skipped {error['path']}: {error['reason']}")
-    if result["unreadable"]:
-        say(console, f"{len(result['unreadable'])} images could not be read and are in no count")
 
 
 def print_comparison(console: Console, result: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from vitlab.assembly import build_data, build_network, build_trainer
+from vitlab.checks import require
 from vitlab.config import RunConfig
 from vitlab.data.datasets import fingerprint, load_dataset
 from vitlab.data.loader import Batch
@@ -52,6 +53,10 @@ def replay(path: str | Path, *, root: str | None = None) -> Replay:
         InputError: there is no such state, it is damaged, no later one was kept, or the images are others.
     """
     path = Path(path)
+    require(
+        (path / "state.json").is_file(),
+        f"{path} is no state: give RUN/resume/step-N or RUN/crash-N, one that is there",
+    )
     _, record = load_state(path)
     target = None if "crash" in record else _next_state(path)
     trainer, elsewhere = _rebuild(path, record, root)

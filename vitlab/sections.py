@@ -17,6 +17,9 @@ from vitlab.checks import (
     require_values,
 )
 
+LARGEST_SIDE = 8192
+"""Pixels; images of more would fill the memory."""
+
 ResizeMode = Literal["crop", "squash", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
 Schedule = Literal["cosine", "linear", "step", "constant"]
@@ -39,22 +42,22 @@ class ModelConfig:
     """Model file, run folder, other projects' checkpoint, or timm/NAME (fetched where it is not on this machine yet) to
     start from; default: fresh weights. Of a model file the fields that `overrides` does not name come along too."""
     palette: str = "auto"
-    """Colours of an ImageGPT: `auto` takes those of the weights that it starts from, or else fits them to the training
+    """Colours of an ImageGPT: `auto` takes those of the weights that it starts from, and fits others to the training
     images; `uniform`; or a .npy file as `vitlab palette` writes it."""
     freeze: Literal["none", "backbone"] | int = "none"
     """What is not trained: `none`, `backbone` for all but the head, or N for all but the last N blocks and the head."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the architecture's config; on the line `--model.overrides.depth 6`. All: num_heads, mlp_ratio,
-    qkv_bias, drop_rate, drop_path_rate. ViT: patch_size, embed_dim, depth, pool (cls, mean), norm (pre, post),
-    pos_embed (learned, sincos). Swin: patch_size, window_size, embed_dim, depths. DaViT: stem_stride, window_size,
-    embed_dims, depths. ImageGPT: num_colors, embed_dim, depth, bias, causal."""
+    drop_rate, drop_path_rate; all but ImageGPT: qkv_bias. ViT: patch_size, embed_dim, depth, pool (cls, mean), norm
+    (pre, post), pos_embed (learned, sincos). Swin: patch_size, window_size, embed_dim, depths. DaViT: stem_stride,
+    window_size, embed_dims, depths. ImageGPT: num_colors, embed_dim, depth, bias, causal."""
 
     def __post_init__(self) -> None:
         require_values(self, section="model")
         sides = self.image_size if isinstance(self.image_size, tuple) else (self.image_size,)
         require(
-            all(side is None or side > 0 for side in sides),
-            f"model.image_size is {self.image_size}: give a side or [height, width] of more than 0 pixels",
+            all(side is None or 0 < side <= LARGEST_SIDE for side in sides),
+            f"model.image_size is {self.image_size}: give a side or [height, width] of 1 to {LARGEST_SIDE} pixels",
         )
         require_positive(self, "num_classes", section="model")
         require(
@@ -171,9 +174,9 @@ class ObjectiveConfig:
     generative_weight: float = 1.0
     """Of `joint`: what the loss of the pixels is multiplied by before it is added to that of the classes."""
     mask_fraction: float = 0.15
-    """Of `masked_pixel`: probability that a pixel's colour is to be found."""
+    """Of masked pixels: probability that a pixel's colour is to be found."""
     corruption: Literal["zero", "bert"] = "zero"
-    """Of `masked_pixel`: such a pixel is shown as zeros (ImageGPT); or, as in BERT, 80 % of them as a mask, 10 % in a
+    """Of masked pixels: such a one is shown as zeros (ImageGPT); or, as in BERT, 80 % of them as a mask, 10 % in a
     random colour, 10 % as they are."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes."""
@@ -274,7 +277,7 @@ class TrainConfig:
     ema_decay: float | None = None
     """Decay of a moving average of the weights, such as 0.999; scored beside the weights themselves. Default: none."""
     compile: bool = False
-    """Compile the network's repeated block: seconds of waiting, then faster steps."""
+    """Compile the network's repeated block: a wait before the first step, then faster ones on GPUs."""
     grad_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
     evaluate_every_epochs: int = 1

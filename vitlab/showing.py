@@ -1,6 +1,7 @@
 """What a run shows besides its curves: its first lines, its pictures, its last lines."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
@@ -20,6 +21,7 @@ from vitlab.engine.evaluator import Scores, headline
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.trainer import Trainer, TrainingData
 from vitlab.inference.pictures import draw_progress
+from vitlab.layers.attention import is_fused
 from vitlab.models.costs import count_macs, count_parameters, training_memory
 from vitlab.models.imagegpt import ImageGPT
 from vitlab.seeds import derive_seed
@@ -56,13 +58,16 @@ def _growth(network: ImageGPT, trainer: Trainer) -> str:
     parts = []
     for size in (network.image_size, *((side, side) for side in (32, 48, 64))):
         config = dataclasses.replace(network.config, image_size=size)
-        memory = training_memory(config, batch_size=batch_size, bytes_per_value=2 if trainer.autocast else 4)
+        fused = is_fused(math.prod(size), trainer.device, trainer.autocast or torch.float32)
+        width = 4 if trainer.autocast is None else 2
+        memory = training_memory(config, batch_size=batch_size, bytes_per_value=width, fused_attention=fused)
         with torch.device("meta"):
             macs = count_macs(ImageGPT(config))
         seconds = 3 * macs * batch_size / rate  # the backward pass is two forward passes
         part = f"{size[0]}x{size[1]} {memory / 2**30:.2g} GiB and {seconds:.2g} s"
         parts += [part] if part not in parts else []
-    return f"a step of {batch_size} images takes about, at the rate of matrix products here: {', '.join(parts)}"
+    kept = "" if not network.checkpoint_blocks else ", less memory with train.grad_checkpointing"
+    return f"a step of {batch_size} images takes about, at the rate of matrix products here: {', '.join(parts)}{kept}"
 
 
 def preview(config: RunConfig, dataset: Dataset, data: TrainingData) -> Any:
@@ -107,7 +112,10 @@ def show_evaluation(trainer: Trainer, config: RunConfig, dataset: Dataset, score
         originals = next(iter(loader.epoch(0))).images.contiguous().numpy()
     trainer.objective.eval()
     folder, events, step = trainer.keeper.folder, trainer.monitor.events, trainer.progress.step
-    pictures = draw_progress(network, preprocess, originals, count=count)
+    keeper = trainer.keeper
+    pictures = draw_progress(
+        network, preprocess, originals, count=count, on_step=lambda pixels: keeper.heed_signal(trainer)
+    )
     for path, picture in zip((folder.samples, folder.completions), pictures, strict=True):
         figures.save_image(path, picture)
         if events is not None:

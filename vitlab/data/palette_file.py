@@ -27,7 +27,7 @@ def write_palette(path: Path, palette: Tensor) -> None:
     """
     colors = palette.detach().cpu().float().numpy()
     buffer = io.BytesIO()
-    np.save(buffer, 127.5 * (colors + 1) if colors.min() >= 0 else colors)
+    np.save(buffer, 127.5 * (colors + 1) if colors.min() >= -_ROUNDING else colors)
     with replacing(path) as aside:
         aside.write_bytes(buffer.getvalue())
 

@@ -64,3 +64,8 @@ def read_sample(
             errors += batch.errors
             on_images(read + len(errors), count)
     return images[:read], tuple(errors)
+
+
+def spread(images: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """Choose so many images, or all, evenly from the first to the last."""
+    return images[np.linspace(0, len(images) - 1, min(count, len(images))).astype(np.int64)]

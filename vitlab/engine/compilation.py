@@ -18,10 +18,10 @@ def compile_blocks(
     backend: str | Callable[..., Any] = "inductor",
     find: Callable[[str], str | None] = shutil.which,
 ) -> None:
-    """Compile each repeated block in place; alike ones share the code, so that the wait is seconds and not minutes.
+    """Compile each repeated block in place; alike ones share the code, which is what keeps the wait short.
 
     Raises:
-        InputError: the device is the processor and there is no C++ compiler.
+        InputError: the network is on a CPU, and there is no C++ compiler.
     """
     if next(network.parameters()).device.type == "cpu" and not any(map(find, ("c++", "g++", "clang++"))):
         raise InputError("train.compile needs a C++ compiler on this device, and none is installed: leave it out")

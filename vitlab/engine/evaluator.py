@@ -164,7 +164,8 @@ class Scores:
     def intervals(self) -> dict[str, Interval]:
         """Give 95 % intervals over the choice of the images, which say nothing of another training seed.
 
-        Wilson's for shares of images; for loss, ece, brier, macro_recall and macro_f1 the bootstrap's, 1,000 draws.
+        Wilson's for shares of images; for loss, ece, brier, macro_recall and macro_f1 the bootstrap's, 1,000 draws. A
+        loss of several terms has none.
         """
         images = self.images
         bins, gaps = calibration_bins(images.confidence), images.correct - images.confidence
@@ -181,7 +182,10 @@ class Scores:
         top_k = {} if self.k is None else {f"top{self.k}": wilson_interval(self.top_k_correct, self.count)}
         names = ("loss", "ece", "brier", "macro_recall", "macro_f1")
         drawn = zip(names, bootstrap_intervals(draw, self.count), strict=True)
-        return {"top1": (low, high), "error": (1 - high, 1 - low), **top_k, **dict(drawn)}
+        intervals = {"top1": (low, high), "error": (1 - high, 1 - low), **top_k, **dict(drawn)}
+        if self.part_sums:  # what was drawn is the loss of the classes alone
+            del intervals["loss"]
+        return intervals
 
     def calibrated(self) -> dict[str, float]:
         """Give loss, ece and brier of softmax(logits / temperature): what the probabilities of `predict` are worth."""
@@ -236,7 +240,7 @@ def headline(summary: Mapping[str, Any], intervals: Mapping[str, Sequence[float]
     names = [name for name in summary if name.startswith("top")]
     tops = "".join(f"top-{name[3:]} {percent(summary[name], known.get(name))} " for name in names)
     loss = f"{summary['loss']:.4f}" + ("" if "loss" not in known else " ({:.4f}-{:.4f})".format(*known["loss"]))
-    bits = f" ({summary['bits_per_pixel']:.4f} bits a pixel)" if "bits_per_pixel" in summary else ""
+    bits = f" pixels {summary['bits_per_pixel']:.4f} bits" if "bits_per_pixel" in summary else ""
     return f"{tops}loss {loss}{bits}"
 
 

@@ -62,28 +62,28 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
     records = _read_records(metrics_path)
     figure = Figure(figsize=(11, 7), dpi=DPI, layout="constrained")
     figure.suptitle(drawable(title, max_length=100), fontsize=13, parse_math=False)
-    loss, top1, rate, speed = figure.subplots(2, 2, sharex=True).flat
+    loss, quality, rate, speed = figure.subplots(2, 2, sharex=True).flat
 
     _curve(loss, records, "train/loss", color=BLUE, label="training")
     _curve(loss, records, "val/loss", color=VERMILION, label="validation")
     _curve(loss, records, "val_ema/loss", color=GREEN, label="validation, moving average")
-    finish_panel(loss, title="Loss", unit="nats per image")
+    logged = {key for record in records for key in record}
+    of_pixels = "val/bits_per_pixel" in logged and "val/top1" not in logged
+    finish_panel(loss, title="Loss", unit="nats per pixel" if of_pixels else "nats per image")
     if loss.lines:
         loss.legend(frameon=False)
 
-    logged = {key for record in records for key in record}
-    of_pixels = "val/bits_per_pixel" in logged and "val/top1" not in logged
     key, scale = ("bits_per_pixel", 1.0) if of_pixels else ("top1", 100.0)
-    steps, values = _curve(top1, records, f"val/{key}", color=VERMILION, scale=scale, label="weights")
-    ema_steps, ema_values = _curve(top1, records, f"val_ema/{key}", color=GREEN, scale=scale, label="moving average")
-    if key == "top1":
-        finish_panel(top1, title="Top-1 accuracy on validation images", unit="%")
+    steps, values = _curve(quality, records, f"val/{key}", color=VERMILION, scale=scale, label="weights")
+    ema_steps, ema_values = _curve(quality, records, f"val_ema/{key}", color=GREEN, scale=scale, label="moving average")
+    if of_pixels:
+        finish_panel(quality, title="Colours of validation images", unit="bits per pixel")
     else:
-        finish_panel(top1, title="Colours of validation images", unit="bits per pixel")
-    if values and key == "top1":
-        _mark_best(top1, steps + ema_steps, values + ema_values)
+        finish_panel(quality, title="Top-1 accuracy on validation images", unit="%")
+        if values:
+            _mark_best(quality, steps + ema_steps, values + ema_values)
     if ema_values:
-        top1.legend(frameon=False, loc="upper left")
+        quality.legend(frameon=False, loc="upper left")
 
     _curve(rate, records, "train/lr", color=GREEN)
     finish_panel(rate, title="Learning rate", unit="per step")
@@ -118,7 +118,7 @@ def plot_lr_curve(
         axes.set_ylim(0.95 * min(losses), min(1.05 * max(smoothed), 1.6 * smoothed[0]))
     axes.set_xlabel("learning rate")
     axes.legend(frameon=False)
-    finish_panel(axes, title="Learning-rate range test", unit="training loss, nats per image")
+    finish_panel(axes, title="Learning-rate range test", unit="training loss, nats")
     axes.xaxis.set_major_locator(LogLocator())
     save_image(out_png, pixels(figure))
 

@@ -74,7 +74,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for path in made:
-                flush(path.parent)
+                with suppress(PermissionError):  # a folder in which one may write, but not list what is there
+                    flush(path.parent)
             lock = self.lock.open("a")
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -94,7 +95,7 @@ class RunFolder:
             try:
                 yield
             finally:
-                if [path.name for path in self.path.iterdir()] == [self.lock.name]:
+                if self.path.exists() and [path.name for path in self.path.iterdir()] == [self.lock.name]:
                     self.lock.unlink()
                     for path in made:
                         with suppress(OSError):  # somebody else has put something there

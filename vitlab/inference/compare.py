@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitlab.checks import require
 from vitlab.data.datasets import SplitName, fingerprint
 from vitlab.data.splits import match_classes
 from vitlab.engine.device import resolve_device
@@ -143,7 +144,11 @@ def compare_runs(options: CompareOptions, *, say: _Say, progress: "Progress | No
     for name, paths in members.items():
         a, b = (load_model(path, device=resolve_device(options.device)) for path in paths)
         for path, model in zip(paths, (a, b), strict=True):
-            model.require_classes(path)
+            require(
+                model.classifies,
+                f"compare needs classes, and {path} was trained for {model.objective.get('name')}: "
+                "vitlab evaluate gives its bits a pixel",
+            )
         _check_classes(runs, a, b)
         scored = _read_same(a, b, data, split)
         images = images or fingerprint(scored[0].split)

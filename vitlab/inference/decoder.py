@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -97,9 +97,7 @@ class Decoder:
         self.num_read = 0
         """Inputs that were read, the start token included: the last logits are of the pixel of this number, less 1."""
         with torch.inference_mode():
-            self.blocks = [
-                _DecoderBlock(block, self.precision) for block in self.network.blocks if isinstance(block, Block)
-            ]
+            self.blocks = [_DecoderBlock(cast(Block, block), self.precision) for block in self.network.blocks]
             self.norm = _norm(self.network.norm)
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ from vitlab.data.images import ImageError
 from vitlab.data.palette import PaletteQuality, decode, encode, fit_palette, palette_quality, to_unit
 from vitlab.data.palette_file import write_palette
 from vitlab.data.preprocess import Preprocess
-from vitlab.data.sample import read_sample
+from vitlab.data.sample import read_sample, spread
 from vitlab.engine.figures import TILE_GAP, Picture, image_grid, save_image
 from vitlab.errors import InputError
 from vitlab.options import PaletteOptions
@@ -79,7 +79,7 @@ def make_palette(
     palette = fit_palette(images, options.num_colors, seed=options.seed)
     held_out = palette_quality(others, palette)
     report = PaletteReport(
-        fitted=palette_quality(_spread(images, _NUM_MEASURED), palette),
+        fitted=palette_quality(spread(images, _NUM_MEASURED), palette),
         held_out=held_out,
         held_out_split=held_out_split,
         picture=Path(options.out).with_suffix(".png"),
@@ -88,7 +88,7 @@ def make_palette(
     write_palette(Path(options.out), palette)
     measured = f"{held_out.describe_psnr()} on {held_out.num_images:,} {held_out_split} images"
     title = f"{len(palette):,} colours from dark to light; {measured}"
-    save_image(report.picture, palette_picture(palette, _spread(others, _NUM_SHOWN), title))
+    save_image(report.picture, palette_picture(palette, spread(others, _NUM_SHOWN), title))
     return report
 
 
@@ -145,8 +145,3 @@ def _read(
         on_error=options.on_error,
         on_images=show,
     )
-
-
-def _spread(images: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """Choose so many images, or all, evenly from the first to the last."""
-    return images[np.linspace(0, len(images) - 1, min(count, len(images))).astype(np.int64)]

@@ -1,7 +1,7 @@
 """What `vitlab sample` and `vitlab complete` do: draw images with a model file, and lay them out in a picture."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from numpy.typing import NDArray
 
+from vitlab.checks import require
 from vitlab.data.datasets import files_split
 from vitlab.data.images import ImageError, list_images
 from vitlab.data.preprocess import Preprocess
@@ -22,6 +23,7 @@ from vitlab.errors import InputError
 from vitlab.inference.decoder import require_decodable
 from vitlab.inference.sampling import beam_search, complete, sample
 from vitlab.models.files import ModelFile, load_model
+from vitlab.models.imagegpt import ImageGPT
 from vitlab.models.network import Network
 from vitlab.options import CompleteOptions, SampleOptions
 
@@ -54,7 +56,7 @@ def draw_samples(options: SampleOptions, *, progress: "Progress | None" = None) 
         InputError: the model file is no causal ImageGPT's, or a number is out of its range.
     """
     model = load_model(options.checkpoint, device=resolve_device(options.device))
-    network = require_decodable(model.network.float())
+    network = _drawing_network(model, options.checkpoint)
     num_pixels = math.prod(network.image_size)
     captions = None
     if options.beam:
@@ -90,8 +92,10 @@ def complete_images(options: CompleteOptions, *, progress: "Progress | None" = N
     Raises:
         InputError: the model file is no causal ImageGPT's, a number is out of its range, or no image can be read.
     """
+    inputs = {Path(path).resolve() for path in list_images(options.images)[0]}
+    require(Path(options.out).resolve() not in inputs, f"--out {options.out} is one of the images: give another file")
     model = load_model(options.checkpoint, device=resolve_device(options.device))
-    network = require_decodable(model.network.float())
+    network = _drawing_network(model, options.checkpoint)
     originals, names, errors = _read(model, options.images, progress)
     B, num_pixels = len(originals), math.prod(network.image_size)
     num_given = round(options.keep * num_pixels)
@@ -118,8 +122,23 @@ def complete_images(options: CompleteOptions, *, progress: "Progress | None" = N
     return Drawing(B * options.count, errors)
 
 
+def _drawing_network(model: ModelFile, path: str) -> ImageGPT:
+    """Give the network of a model file whose colours were trained."""
+    network = require_decodable(model.network.float())
+    require(
+        model.objective.get("name") != "classification",
+        f"{path} was trained for classes alone and knows no colours: train with --objective.name next_pixel or joint",
+    )
+    return network
+
+
 def draw_progress(
-    network: Network, preprocess: Preprocess, originals: _Images, *, count: int
+    network: Network,
+    preprocess: Preprocess,
+    originals: _Images,
+    *,
+    count: int,
+    on_step: Callable[[int], object] = lambda pixels: None,
 ) -> tuple[_Images, _Images]:
     """Draw what shows how far training has come: `count` samples, and two completions of the lower half of images.
 
@@ -128,6 +147,7 @@ def draw_progress(
         preprocess: the model's own.
         originals: uint8 `(B, C, H, W)`, the same at each call.
         count: samples, drawn with the same random numbers at each call.
+        on_step: called at each pixel; what it raises ends the drawing.
 
     Returns:
         Both grids, RGB uint8 `(H', W', 3)`.
@@ -135,8 +155,10 @@ def draw_progress(
     gpt = require_decodable(network)
     num_given = math.prod(gpt.image_size) // 2
     tokens = gpt.encode(preprocess.normalize(torch.from_numpy(originals).to(gpt.palette.device)))
-    samples = gpt.decode(sample(gpt, count=count)).cpu().numpy()
-    drawn = rearrange(complete(gpt, tokens[:, :num_given], count=_COMPLETIONS), "b count n -> (b count) n")
+    samples = gpt.decode(sample(gpt, count=count, on_step=on_step)).cpu().numpy()
+    drawn = rearrange(
+        complete(gpt, tokens[:, :num_given], count=_COMPLETIONS, on_step=on_step), "b count n -> (b count) n"
+    )
     completions = rearrange(gpt.decode(drawn).cpu().numpy(), "(b count) c h w -> b count c h w", count=_COMPLETIONS)
     names = ["given"] * len(originals)
     return image_grid(samples), _rows_of(originals, names, completions, gpt.decode(tokens).cpu().numpy(), num_given)

@@ -68,7 +68,7 @@ def sample(
         InputError: another network, or an argument out of its range.
     """
     gpt = require_decodable(network)
-    require(is_number(count) and count >= 1, f"count is {count}: give 1 or more images")
+    require(type(count) is int and count >= 1, f"count is {count}: give 1 or more images")
     given = _check_given(gpt, given)
     require(
         given.ndim == 1 or len(given) == count,
@@ -114,7 +114,7 @@ def complete(
         InputError: as `sample`.
     """
     gpt = require_decodable(network)
-    require(is_number(count) and count >= 1, f"count is {count}: give 1 or more completions")
+    require(type(count) is int and count >= 1, f"count is {count}: give 1 or more completions")
     require(given.ndim == 2, f"given is of shape {tuple(given.shape)}: give (images, first pixels)")
     B = len(given)
     rows = repeat(_check_given(gpt, given), "b n -> (b count) n", count=count)
@@ -147,7 +147,7 @@ def beam_search(
         InputError: another network, or an argument out of its range.
     """
     gpt = require_decodable(network)
-    require(is_number(width) and width >= 1, f"the width of the beam is {width}: give 1 or more")
+    require(type(width) is int and width >= 1, f"the width of the beam is {width}: give 1 or more")
     given = _check_given(gpt, given)
     require(given.ndim == 1, f"given is of shape {tuple(given.shape)}: a beam goes on from one image's first pixels")
     N, V = math.prod(gpt.image_size), gpt.config.num_colors
@@ -183,9 +183,9 @@ class ColorChoice:
         """Raise InputError where a number is out of its range."""
         require(
             is_number(self.temperature) and self.temperature >= 0,
-            f"temperature is {self.temperature}: give 0 for the likeliest colours, or more",
+            f"temperature is {self.temperature}: give 0 for the likeliest colours, or up to 1e15",
         )
-        is_whole = is_number(self.top_k) and self.top_k == int(self.top_k)
+        is_whole = type(self.top_k) is int
         require(is_whole and self.top_k >= 0, f"top_k is {self.top_k}: give a number of colours, or 0 for all")
         require(is_number(self.top_p) and 0 <= self.top_p <= 1, f"top_p is {self.top_p}: give a number from 0 to 1")
 
@@ -224,7 +224,7 @@ def _draw(
     on_step: Callable[[int], object],
 ) -> Tensor:
     """Go on with first pixels `(B, n)` to whole images `(B, N)`; the random numbers are `(B, N)` in [0, 1)."""
-    require(is_number(batch_size) and batch_size >= 1, f"batch_size is {batch_size}: give 1 or more")
+    require(type(batch_size) is int and batch_size >= 1, f"batch_size is {batch_size}: give 1 or more")
     (B, n), (_, N) = given.shape, numbers.shape
     if n == N or B == 0:
         return F.pad(given, (0, N - n))

@@ -79,10 +79,14 @@ def _explicit_is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
     They do in one case: training in bf16 or fp16 on a CPU, where the fused backward pass takes two to four times as
     long up to a few hundred tokens. Everywhere else the fused kernels are as fast or faster, and need less memory.
     """
-    if key.shape[-2] > _MOST_EXPLICIT_KEYS:
-        return False
     differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return differentiated and query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+    return differentiated and not is_fused(key.shape[-2], query.device, query.dtype)
+
+
+def is_fused(num_keys: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether training takes torch's fused attention, which keeps no square of the tokens."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return not (device.type == "cpu" and half and num_keys <= _MOST_EXPLICIT_KEYS)
 
 
 def _score_mask(

@@ -57,7 +57,7 @@ def training_memory(
         batch_size: images at a time, each of H x W tokens.
         bytes_per_value: of what linear layers and attention take: 4 in float32, 2 under autocast to bf16 or fp16. The
             tokens between the branches and the norms stay in float32.
-        fused_attention: whether attention keeps no square of the pixels, as it does on a CPU under autocast up to 512.
+        fused_attention: False where attention keeps the square of the pixels (see `attention.is_fused`).
     """
     with torch.device("meta"):
         parameters = count_parameters(ImageGPT(config))

@@ -58,15 +58,20 @@ class ModelFile:
     objective: dict[str, Any] = field(default_factory=dict)
     """What the weights were trained for: the run's `objective` section; empty where the file does not say."""
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the class logits were trained."""
+        return self.objective.get("name", "classification") in ("classification", "joint")
+
     def require_classes(self, path: str | os.PathLike[str]) -> None:
         """Raise where the class logits were never trained.
 
         Raises:
             InputError: the weights were trained for pixels alone.
         """
-        name = self.objective.get("name", "classification")
+        name = self.objective.get("name")
         require(
-            name in ("classification", "joint"),
+            self.classifies,
             f"{path} was trained for {name} and knows no classes: train from it with --model.weights {path} and "
             "--objective.name joint, or look at its features with vitlab probe",
         )

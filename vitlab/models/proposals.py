@@ -86,6 +86,8 @@ class Proposal:
         height, width = self.image_size
         size = [str(height)] if height == width else [str(height), str(width)]
         words = ["vitlab", "train", "--data.root", "FOLDER", "--model.name", self.name, "--model.image_size", *size]
+        if self.architecture == "imagegpt":
+            words += ["--objective.name", "next_pixel"]
         for name, value in self.overrides.items():
             words += [f"--model.overrides.{name}", json.dumps(value, separators=(",", ":"))]
         return shlex.join(words)

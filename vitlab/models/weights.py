@@ -30,7 +30,7 @@ _NOT_WEIGHTS = ("n_averaged",)
 # Fields of a config in which source and network may differ.
 _FREE_FIELDS = frozenset({"num_classes", "image_size", "in_channels", "drop_rate", "drop_path_rate"})
 _BIAS_TABLE = "relative_position_bias_table"
-_PATCH_KERNEL = "patch_embed.proj.weight"
+_PATCH_KERNELS = ("patch_embed.proj.weight", "stem.conv.weight")
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,8 @@ def _resample_windows(state: State, model: Network) -> tuple[str, ...]:
 
 def _resample_kernel(state: State, own_state: State) -> tuple[str, ...]:
     """Replace the kernel of the patches where their side or the number of channels is another."""
-    own, kernel = own_state.get(_PATCH_KERNEL), state.get(_PATCH_KERNEL)
+    name = next((name for name in _PATCH_KERNELS if name in own_state), "")
+    own, kernel = own_state.get(name), state.get(name)
     if own is None or kernel is None or kernel.shape == own.shape or kernel.ndim != 4 or len(kernel) != len(own):
         return ()
     from timm.layers.patch_embed import resample_patch_embed
@@ -241,8 +242,8 @@ def _resample_kernel(state: State, own_state: State) -> tuple[str, ...]:
 
     if kernel.shape[1] == 3 != own.shape[1]:
         kernel = adapt_input_conv(own.shape[1], kernel)
-    state[_PATCH_KERNEL] = resample_patch_embed(kernel, list(own.shape[2:]))
-    return (_PATCH_KERNEL,)
+    state[name] = resample_patch_embed(kernel, list(own.shape[2:])) if kernel.shape[2:] != own.shape[2:] else kernel
+    return (name,)
 
 
 def _grid(config: Mapping[str, Any]) -> tuple[int, int] | None:
