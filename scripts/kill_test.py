@@ -166,7 +166,8 @@ def _start(recipe: str, run: Path) -> int:
         for stream, suffix in ((sys.stdout, ".out"), (sys.stderr, ".err")):
             os.dup2(os.open(run.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
         _count_micro_batches()
-        training._plot = training.show_evaluation = lambda *_: None  # pictures take longer than such a run
+        for name in ("_plot", "show_evaluation"):  # pictures take longer than such a run
+            setattr(training, name, lambda *_: None)
         code = vitlab(_line(recipe, run))
         sys.stdout.flush()
     except BaseException as error:
@@ -188,7 +189,7 @@ def _count_micro_batches() -> None:
         _micro_batches[0] = 0
         return report
 
-    Trainer.prepare, Trainer.train_step = counted, ended  # type: ignore[method-assign]
+    Trainer.prepare, Trainer.train_step = counted, ended  # type: ignore[method-assign, assignment]
 
 
 def _unbroken(recipe: str, run: Path) -> tuple[dict[str, Any], float]:

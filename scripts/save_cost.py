@@ -40,9 +40,9 @@ def main() -> int:
                 run = Path(folder) / f"run-{repeat}-{saving}"
                 seconds[saving].append(timed_run(args, Path(folder) / "images", run, saving=saving))
                 print(f"{'saving' if saving else 'plain'}: {seconds[saving][-1]:.2f} s", flush=True)
-    plain, saving = (statistics.median(seconds[kind]) for kind in (False, True))
+    plain, saved = (statistics.median(seconds[kind]) for kind in (False, True))
     saves = sum(step % args.every == 0 and step % _BATCHES != 0 for step in range(1, args.steps))
-    cost, step = (saving - plain) / saves, plain / args.steps
+    cost, step = (saved - plain) / saves, plain / args.steps
     print(f"a save costs {cost * 1e3:.0f} ms, a step {step * 1e3:.0f} ms: every 100 steps {cost / (100 * step):.2%}")
     return 0
 
