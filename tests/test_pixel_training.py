@@ -80,15 +80,26 @@ def test_evaluate_gives_the_loss_of_the_log(drawn, color_folder, tmp_path, capsy
     assert f"loss {best:.4f} pixels {best / np.log(2):.4f} bits, 15 images (raw weights)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["predict", "compare"])
-def test_what_needs_classes_says_that_there_are_none(command, drawn, color_folder, capsys):
-    rest = [str(color_folder / "val")] if command == "predict" else [str(drawn), "--data", str(color_folder)]
-    assert main([command, str(drawn), *rest]) == 2
-    lines = {
-        "predict": "was trained for next_pixel and knows no classes: train from it with --model.weights",
-        "compare": f"compare needs classes, and {drawn} was trained for next_pixel: vitlab evaluate gives its bits",
-    }
-    assert lines[command] in capsys.readouterr().err
+def test_predict_says_that_there_are_no_classes(drawn, color_folder, capsys):
+    assert main(["predict", str(drawn), str(color_folder / "val")]) == 2
+    line = "was trained for next_pixel and knows no classes: train from it with --model.weights"
+    assert line in capsys.readouterr().err
+
+
+def test_compare_of_runs_of_pixels_tells_where_they_part(drawn, pixel_run, tmp_path, capsys):
+    out = tmp_path / "same.json"
+    assert main(["compare", str(drawn), str(drawn), "--json", str(out)]) == 0
+    assert "configurations: alike" in (said := capsys.readouterr().out)
+    assert said.splitlines()[-2] == "the runs are identical to the last bit"
+    assert json.loads(out.read_text())["identical"] is True
+    runs = [
+        run_training(dataclasses.replace(pixel_run(train__run_dir=str(tmp_path / str(lr)), optim__lr=lr)))
+        for lr in (1e-3, 2e-3)
+    ]
+    assert main(["compare", *map(str, runs)]) == 4
+    said = capsys.readouterr().out
+    assert "optim.lr" in said
+    assert "the runs are not identical" in said
 
 
 def test_a_second_run_from_a_model_file_needs_no_more_than_its_name(drawn, color_folder, tmp_path, capsys):

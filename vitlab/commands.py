@@ -22,11 +22,14 @@ from vitlab.options import (
     ReplayOptions,
     SampleOptions,
 )
-from vitlab.printing import print_comparison, print_models, print_proposals, print_scores
+from vitlab.printing import print_comparison, print_configs, print_models, print_proposals, print_scores
 from vitlab.text import say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vitlab.engine.evaluator import Scores
+    from vitlab.inference.sameness import Sameness
 
 SKIPPED_SOME = 3
 DIFFERENT = 4
@@ -118,22 +121,32 @@ def _draw_confusion(console: Console, path: Path, scores: "Scores") -> None:
 
 def compare(options: CompareOptions) -> int:
     """`vitlab compare`: two runs, or the same seeds of two recipes, on the same images and bit for bit."""
-    from vitlab.inference.compare import compare_runs
+    from vitlab.inference.compare import compare_runs, compare_without_scores
 
     console = Console()
     _check_outputs(json=options.json)
+    if bits := compare_without_scores(options):
+        result = bits.to_dict()
+        print_configs(console, result)
+        _print_sameness(console, bits.sameness, identical=bits.identical)
+        _write_json(console, options.json, result)
+        return 0 if bits.identical else DIFFERENT
     with _progress(console) as progress:
         comparison = compare_runs(options, say=lambda line: say(console, line), progress=progress)
     result = comparison.to_dict()
     print_comparison(console, result)
-    for pair in comparison.pairs:
-        for line in pair.sameness.lines():
-            say(console, f"{pair.name}: {line}" if pair.name else line)
-    say(console, "the runs are " + ("identical to the last bit" if comparison.identical else "not identical"))
+    _print_sameness(console, {pair.name: pair.sameness for pair in comparison.pairs}, identical=comparison.identical)
     _write_json(console, options.json, result)
     if comparison.skipped:
         return SKIPPED_SOME
     return 0 if comparison.identical else DIFFERENT
+
+
+def _print_sameness(console: Console, pairs: "Mapping[str, Sameness]", *, identical: bool) -> None:
+    for name, sameness in pairs.items():
+        for line in sameness.lines():
+            say(console, f"{name}: {line}" if name else line)
+    say(console, "the runs are " + ("identical to the last bit" if identical else "not identical"))
 
 
 def predict(options: PredictOptions) -> int:

@@ -114,10 +114,9 @@ def _print_classes(console: Console, result: dict[str, Any]) -> None:
     say(console, "in brackets: 95% intervals over the choice of images")
 
 
-def print_comparison(console: Console, result: dict[str, Any]) -> None:
-    """Print what differs in the configurations, each score, and who was right where the other was not."""
-    from vitlab.engine.evaluator import headline
-    from vitlab.inference.compare import config_table, pairs_table, points
+def print_configs(console: Console, result: dict[str, Any]) -> None:
+    """Print what differs in the configurations of two runs, and what was left out."""
+    from vitlab.inference.compare import config_table
 
     if result["config"] is None:
         say(console, "configurations: not compared, a run has no config.yaml")
@@ -127,6 +126,14 @@ def print_comparison(console: Console, result: dict[str, Any]) -> None:
         console.print(config_table(result["config"]))
     for line in result["left_out"]:
         say(console, f"left out: {line}")
+
+
+def print_comparison(console: Console, result: dict[str, Any]) -> None:
+    """Print what differs in the configurations, each score, and who was right where the other was not."""
+    from vitlab.engine.evaluator import headline
+    from vitlab.inference.compare import pairs_table, points
+
+    print_configs(console, result)
     say(console, f"{result['split']} split of {result['data']}: {result['count']} images that all runs could read")
     for pair in result["pairs"]:
         for side in ("a", "b"):

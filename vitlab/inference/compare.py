@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.checks import require
 from vitlab.data.datasets import SplitName, fingerprint
 from vitlab.data.splits import match_classes
 from vitlab.engine.device import resolve_device
@@ -25,6 +24,7 @@ from vitlab.inference.run_pairs import common_root, differing_fields, pair_up, r
 from vitlab.inference.sameness import Sameness, compare_bits
 from vitlab.inference.scoring import Scored, read_split, score
 from vitlab.models.files import ModelFile, load_model
+from vitlab.models.sources import read_record
 from vitlab.options import CompareOptions
 from vitlab.text import printable
 
@@ -143,12 +143,6 @@ def compare_runs(options: CompareOptions, *, say: _Say, progress: "Progress | No
     told: set[str] = set()
     for name, paths in members.items():
         a, b = (load_model(path, device=resolve_device(options.device)) for path in paths)
-        for path, model in zip(paths, (a, b), strict=True):
-            require(
-                model.classifies,
-                f"compare needs classes, and {path} was trained for {model.objective.get('name')}: "
-                "vitlab evaluate gives its bits a pixel",
-            )
         _check_classes(runs, a, b)
         scored = _read_same(a, b, data, split)
         images = images or fingerprint(scored[0].split)
@@ -165,6 +159,40 @@ def compare_runs(options: CompareOptions, *, say: _Say, progress: "Progress | No
         pairs.append(Pair(name, paths, (scores_a, scores_b), compare_bits(*paths)))
         verdicts.append(np.stack([_verdicts(scores, len(scored[0].split)) for scores in (scores_a, scores_b)]))
     return Comparison(runs, data, split, tuple(pairs), np.stack(verdicts), differing_fields(configs), left_out)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Runs compared bit for bit, and not by their scores."""
+
+    config: Mapping[str, Sequence[Any]] | None
+    """The fields of the configurations that differ; None where a run has none."""
+    left_out: tuple[str, ...]
+    """What had no partner."""
+    sameness: Mapping[str, Sameness]
+    """Of each pair."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether no bit differs in any pair."""
+        return all(sameness.identical for sameness in self.sameness.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain JSON values."""
+        config = None if self.config is None else {key: list(values) for key, values in self.config.items()}
+        pairs = [{"name": name, "sameness": sameness.to_dict()} for name, sameness in self.sameness.items()]
+        return {"config": config, "left_out": list(self.left_out), "identical": self.identical, "pairs": pairs}
+
+
+def compare_without_scores(options: CompareOptions) -> Bits | None:
+    """Compare runs of which one knows no classes, so that there is nothing to count; None where all know some."""
+    members, left_out = pair_up(options.run_a, options.run_b)
+    records = [read_record(path) or {} for paths in members.values() for path in paths]
+    if all(record.get("objective", {}).get("name") not in ("next_pixel", "masked_pixel") for record in records):
+        return None
+    configs = [tuple(map(read_config, paths)) for paths in members.values()]
+    sameness = {name: compare_bits(*paths) for name, paths in members.items()}
+    return Bits(differing_fields(configs), left_out, sameness)
 
 
 def _score(options: CompareOptions, model: ModelFile, own: Scored, label: str, progress: "Progress | None") -> Scores:
