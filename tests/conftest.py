@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from PIL import Image
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, MonitorConfig, OptimConfig, RunConfig, TrainConfig
 from vitlab.training import run_training
 
+# What a shell starts in the background ignores it, and so would the runs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # such small networks lose time on more
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -57,17 +57,21 @@ def settle_model(config: RunConfig) -> RunConfig:
     """Name the network, and take from a model file in `model.weights` all fields that the configuration leaves open.
 
     Only a file of the named network, or of any where none is named, says how it was built. One that cannot be read
-    says nothing here, and `build_network` names what is wrong; a run that goes on from its own `config.yaml`, in which
-    all is named, does not need it.
+    says nothing where a network is named: a run that goes on from its own `config.yaml` does not need it.
+
+    Raises:
+        InputError: no network is named, and the weights cannot be read.
     """
     model, record = config.model, None
     if model.weights is not None:
         try:
             record = read_record(model.weights)
         except InputError as error:
-            own = Path(config.train.run_dir or "") / "config.yaml"
-            if model.name is None and config.train.run_dir is not None and own.exists():
-                raise InputError(f"{error}; the run that began from it goes on with --config {own}") from None
+            if model.name is None:
+                own = None if config.train.run_dir is None else Path(config.train.run_dir) / "config.yaml"
+                began = own is not None and own.exists()
+                hint = f"; the run that began from it goes on with --config {own}" if began else ""
+                raise InputError(f"{error}{hint}") from None
     file = {} if record is None else record["model"]
     name = model.name or file.get("name", _DEFAULT_NETWORK)
     settled = dataclasses.replace(model, name=name)

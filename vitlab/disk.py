@@ -1,5 +1,6 @@
 """Files that are whole at every moment, whatever is killed or pulled out."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,10 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# What ends a write where the space or the limit of a file does, without the file's name.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -41,7 +46,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(aside, path)
         flush(path.parent)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # a full disk tells no name
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
             error.filename = str(path)
         with suppress(OSError):  # the first failure counts
             aside.unlink(missing_ok=True)

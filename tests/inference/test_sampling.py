@@ -142,7 +142,7 @@ def test_color_choice_leaves_the_colours_that_may_be_drawn(choice, expected):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1: give 0 for the likeliest colours, or more"),
+        ({"temperature": -0.1}, "temperature is -0.1: give 0 for the likeliest colours, or up to 1e15"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": math.inf}, "temperature is inf"),
         ({"top_k": -1}, "top_k is -1: give a number of colours, or 0 for all"),

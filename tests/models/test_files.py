@@ -104,7 +104,8 @@ def test_save_model_writes_one_documented_record_with_the_hash_of_the_file(save)
     assert list(header["__metadata__"]) == ["vitlab"]
     record = json.loads(header["__metadata__"]["vitlab"])
     assert set(record) == {
-        "format", "model", "classes", "preprocess", "metrics", "weights", "data", "temperature", "version", "sha256",
+        "format", "model", "classes", "preprocess", "metrics", "weights", "data", "temperature", "objective", "version",
+        "sha256",
     }  # fmt: skip
     assert record["model"]["name"] == "vit_tiny"
     assert record["model"]["config"]["patch_size"] == [4, 2]
