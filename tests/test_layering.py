@@ -21,7 +21,7 @@ BELOW = {
     "printing": {"inference", "engine", "models"},
     "commands": {"printing", "training", "replay", "inference", "engine", "models", "data"},
     "cli": set(),
-    "__main__": {"cli", "commands"},
+    "__main__": {"cli", "commands", "engine"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

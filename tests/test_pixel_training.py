@@ -3,7 +3,9 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from vitlab.__main__ import main
 from vitlab.config import ModelConfig, MonitorConfig, ObjectiveConfig
 from vitlab.data.palette_file import write_palette
 from vitlab.engine.run_folder import RunFolder
+from vitlab.engine.state import list_states, load_state
 from vitlab.errors import InputError, Interrupted
 from vitlab.inference.scoring import read_split, score
 from vitlab.models.files import load_model
@@ -263,3 +266,33 @@ def test_a_run_whose_weights_file_has_gone_says_how_to_go_on(drawn, color_folder
     assert (
         main(["train", "--config", str(run / "config.yaml"), "--train.run_dir", str(run), "--train.epochs", "2"]) == 0
     )
+
+
+def test_a_signal_while_a_run_draws_is_heeded_and_nothing_is_counted_twice(pixel_run, tmp_path, monkeypatch):
+    """The evaluation before it is over, logged and counted: the run that goes on must not make it again."""
+    from vitlab.inference import decoder
+
+    settings = {"train__epochs": 3, "train__patience": 3, "optim__lr": 1e-9}
+    whole = run_training(pixel_run(**settings, train__run_dir=str(tmp_path / "whole")))
+    step, steps = decoder.Decoder.step, []
+
+    def signalled(self, colors):
+        steps.append(1)
+        if len(steps) == 30:  # in the first of 23 + 12 steps of each evaluation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, colors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.Decoder, "step", signalled)
+        with pytest.raises(Interrupted, match=r"SIGTERM: state saved in .*step-5;"):
+            run_training(pixel_run(**settings))
+    assert len(steps) == 30
+    resumed = run_training(pixel_run(**settings))
+    logged, progress = [], []
+    for run in (whole, resumed):
+        rows = RunFolder(run).read_metrics()
+        speeds = ("train/images_per_s", "train/data_wait")
+        logged.append([{key: value for key, value in row.items() if key not in speeds} for row in rows])
+        progress.append(load_state(list_states(run / "resume")[0])[1]["progress"])
+    assert logged[0] == logged[1]
+    assert progress[0] == progress[1]

@@ -41,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         return _say(error, 1)
     except RuntimeError as error:
-        # torch's, named so as not to import it here; on a CPU it has no class of its own
-        if type(error).__name__ != "OutOfMemoryError" and "DefaultCPUAllocator: can't allocate" not in str(error):
+        from vitlab.engine.device import is_out_of_memory  # not before: it imports torch, as what failed here has
+
+        if not is_out_of_memory(error):
             raise
         return _say(f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})", 1)
     except KeyboardInterrupt:

@@ -100,6 +100,10 @@ def _mixed_name(classes: tuple[str, ...], shares: torch.Tensor) -> str:
     return " + ".join(f"{share:.0%} {classes[index]}" for share, index in named if share > 0)
 
 
+class _SignalledError(Exception):
+    """The run is to end, and its drawings are not worth the wait."""
+
+
 def show_evaluation(trainer: Trainer, config: RunConfig, dataset: Dataset, scored: list[Scores]) -> None:
     """Show what an evaluation is of: mistakes where classes are scored, drawings where next pixels are."""
     _show_confusion(trainer, scored)
@@ -112,10 +116,16 @@ def show_evaluation(trainer: Trainer, config: RunConfig, dataset: Dataset, score
         originals = next(iter(loader.epoch(0))).images.contiguous().numpy()
     trainer.objective.eval()
     folder, events, step = trainer.keeper.folder, trainer.monitor.events, trainer.progress.step
-    keeper = trainer.keeper
-    pictures = draw_progress(
-        network, preprocess, originals, count=count, on_step=lambda pixels: keeper.heed_signal(trainer)
-    )
+
+    def stop_on_signal(pixels: int) -> None:
+        # The evaluation is logged and counted, so that no state may be saved before the end of the epoch.
+        if trainer.keeper.signalled:
+            raise _SignalledError
+
+    try:
+        pictures = draw_progress(network, preprocess, originals, count=count, on_step=stop_on_signal)
+    except _SignalledError:
+        return
     for path, picture in zip((folder.samples, folder.completions), pictures, strict=True):
         figures.save_image(path, picture)
         if events is not None:

@@ -104,7 +104,7 @@ class Keeper:
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader process so young that it does not ignore signals yet
             return
-        if self._signal is not None:
+        if self.signalled:
             raise KeyboardInterrupt
         self._signal = number
         name = signal.Signals(number).name
@@ -127,13 +127,18 @@ class Keeper:
         if self._is_due(trainer.progress.step) and not epoch_ends:
             self._save(trainer)
 
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal has come that the run has not ended for yet."""
+        return self._signal is not None
+
     def heed_signal(self, trainer: "Trainer") -> None:
         """End where a signal has come; an evaluation that this cuts short is made again by the run that goes on.
 
         Raises:
             Interrupted: a signal came, and the state is saved.
         """
-        if self._signal is not None:
+        if self.signalled:
             raise self._interrupted(self._save(trainer))
 
     def fetching(self, trainer: "Trainer", batches: Iterable[_T]) -> Iterator[_T]:
@@ -192,7 +197,7 @@ class Keeper:
     def epoch_ended(self, trainer: "Trainer") -> None:
         """Save the state with which the next epoch begins."""
         path = self._save(trainer)
-        if self._signal is not None and not trainer.done:
+        if self.signalled and not trainer.done:
             raise self._interrupted(path)
 
     def evaluated(self, trainer: "Trainer", scored: list[tuple[Objective, Scores]]) -> None:
