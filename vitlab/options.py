@@ -6,10 +6,10 @@ from typing import Literal
 
 from vitlab.config import ResizeMode
 from vitlab.errors import InputError
+from vitlab.sections import LARGEST_SIDE
 
 ProbeMethod = Literal["linear", "knn"]
 
-_LARGEST_SIDE = 8192
 
 DrawPrecision = Literal["auto", "fp32", "bf16", "int8"]
 """What ImageGPT draws in."""
@@ -285,9 +285,9 @@ class ModelsOptions:
 def _read_size(text: str) -> tuple[int, int]:
     """Read `224` or `192x224`."""
     sides = [int(side) for side in text.split("x")] if re.fullmatch("[0-9]{1,5}(x[0-9]{1,5})?", text) else [0]
-    if min(sides) < 1 or max(sides) > _LARGEST_SIDE:
+    if min(sides) < 1 or max(sides) > LARGEST_SIDE:
         example = "such as 224, or 192x224 (height x width)"
-        raise InputError(f"--image_size is {text}: give sides of 1 to {_LARGEST_SIDE} pixels, {example}")
+        raise InputError(f"--image_size is {text}: give sides of 1 to {LARGEST_SIDE} pixels, {example}")
     return sides[0], sides[-1]
 
 

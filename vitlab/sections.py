@@ -20,6 +20,9 @@ from vitlab.checks import (
 LARGEST_SIDE = 8192
 """Pixels; images of more would fill the memory."""
 
+PIXELS_ALONE = ("next_pixel", "masked_pixel")
+"""Objectives that train no class logits."""
+
 ResizeMode = Literal["crop", "squash", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
 Schedule = Literal["cosine", "linear", "step", "constant"]
@@ -201,7 +204,7 @@ class ObjectiveConfig:
     @property
     def classifies(self) -> bool:
         """Whether class logits are trained."""
-        return self.name in ("classification", "joint")
+        return self.name not in PIXELS_ALONE
 
     @property
     def generates(self) -> bool:

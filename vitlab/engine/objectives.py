@@ -41,8 +41,6 @@ class Objective(nn.Module):
     metric: str
     """A key of the scores."""
     higher_is_better: bool
-    classifies = True
-    """Whether it gives class logits."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -120,7 +118,6 @@ class NextPixel(Objective):
 
     metric = "loss"
     higher_is_better = False
-    classifies = False
 
     def forward(self, batch: Batch) -> Step:
         """Give the mean over all pixels of all images."""
@@ -137,7 +134,6 @@ class MaskedPixel(Objective):
 
     metric = "loss"
     higher_is_better = False
-    classifies = False
 
     def __init__(self, network: Network, masking: "Masking") -> None:
         super().__init__(network)
@@ -271,7 +267,7 @@ def build_objective(config: ObjectiveConfig, network: Network, *, class_counts: 
         objective: Objective = Classification(network, label_smoothing=config.label_smoothing, class_weights=weights)
         return objective.to(device_of(network))
     causal = as_pixel_network(network).causal
-    if config.name in ("next_pixel", "masked_pixel"):
+    if not config.classifies:
         require(
             causal == (config.name == "next_pixel"),
             f"objective.name {config.name} needs a network that {'sees' if causal else 'does not see'} all pixels: "

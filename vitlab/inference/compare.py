@@ -26,6 +26,7 @@ from vitlab.inference.scoring import Scored, read_split, score
 from vitlab.models.files import ModelFile, load_model
 from vitlab.models.sources import read_record
 from vitlab.options import CompareOptions
+from vitlab.sections import PIXELS_ALONE
 from vitlab.text import printable
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def compare_without_scores(options: CompareOptions) -> Bits | None:
     """Compare runs of which one knows no classes, so that there is nothing to count; None where all know some."""
     members, left_out = pair_up(options.run_a, options.run_b)
     records = [read_record(path) or {} for paths in members.values() for path in paths]
-    if all(record.get("objective", {}).get("name") not in ("next_pixel", "masked_pixel") for record in records):
+    if all(record.get("objective", {}).get("name") not in PIXELS_ALONE for record in records):
         return None
     configs = [tuple(map(read_config, paths)) for paths in members.values()]
     sameness = {name: compare_bits(*paths) for name, paths in members.items()}

@@ -28,6 +28,7 @@ from vitlab.disk import replacing
 from vitlab.errors import InputError, RunError
 from vitlab.models.catalog import create_model
 from vitlab.models.network import Network
+from vitlab.sections import PIXELS_ALONE
 
 FORMAT = 1
 HEADER_LIMIT_BYTES = 16 * 2**20
@@ -61,7 +62,7 @@ class ModelFile:
     @property
     def classifies(self) -> bool:
         """Whether the class logits were trained."""
-        return self.objective.get("name", "classification") in ("classification", "joint")
+        return self.objective.get("name") not in PIXELS_ALONE
 
     def require_classes(self, path: str | os.PathLike[str]) -> None:
         """Raise where the class logits were never trained.
