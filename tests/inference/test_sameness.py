@@ -106,7 +106,7 @@ def test_the_sign_of_zero_is_a_bit(run, tmp_path):
     assert same.losses is None
     assert same.lines() == [
         "losses are not compared, a run has no curves",
-        "best weights differ in 1 of 32 tensors, by up to 0 (head.bias)",
+        "the weights differ in 1 of 32 tensors, by up to 0 (head.bias)",
     ]
 
 

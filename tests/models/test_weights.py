@@ -302,3 +302,11 @@ def test_load_weights_says_how_a_model_file_was_built(source, tiny_vit, tmp_path
         InputError, match=r"theirs has depth 2 \(here 3\), pool cls \(here mean\): give the same in model"
     ):
         load_weights(tiny_vit(depth=3, pool="mean"), path)
+
+
+def test_load_weights_sums_the_rgb_stem_of_a_davit_for_grey_images(tiny_davit, randomise):
+    source, network = randomise(tiny_davit()), tiny_davit(in_channels=1)
+    report = load_weights(network, source.state_dict())
+    assert report.resized == ("stem.conv.weight",)
+    grey = torch.randn(2, 1, 20, 32)
+    torch.testing.assert_close(network.eval()(grey), source.eval()(grey.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5)

@@ -50,7 +50,7 @@ class Weights:
     """The tensors of two model files beside each other."""
 
     file: str
-    """`best` or `last`."""
+    """`best` or `last` of two runs; `the` where one side is a bare file."""
     tensors: int
     """Tensors that each file holds, or the first where they are of other networks."""
     comparable: bool
@@ -109,7 +109,7 @@ def compare_bits(a: Path, b: Path) -> Sameness:
     Raises:
         InputError: a file is not there or damaged.
     """
-    weights = [_compare_weights("best", checkpoint_path(a), checkpoint_path(b))]
+    weights = [_compare_weights("best" if a.is_dir() and b.is_dir() else "the", checkpoint_path(a), checkpoint_path(b))]
     last = tuple(RunFolder(run).last for run in (a, b))
     if all(path.is_file() for path in last):
         weights.append(_compare_weights("last", *last))

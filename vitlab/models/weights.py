@@ -30,7 +30,8 @@ _NOT_WEIGHTS = ("n_averaged",)
 # Fields of a config in which source and network may differ.
 _FREE_FIELDS = frozenset({"num_classes", "image_size", "in_channels", "drop_rate", "drop_path_rate"})
 _BIAS_TABLE = "relative_position_bias_table"
-_PATCH_KERNELS = ("patch_embed.proj.weight", "stem.conv.weight")
+_PATCH_KERNEL = "patch_embed.proj.weight"
+_STEM_KERNEL = "stem.conv.weight"  # DaViT's, whose windows overlap, so that no resampling says the same
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,8 @@ def _resample_windows(state: State, model: Network) -> tuple[str, ...]:
 
 
 def _resample_kernel(state: State, own_state: State) -> tuple[str, ...]:
-    """Replace the kernel of the patches where their side or the number of channels is another."""
-    name = next((name for name in _PATCH_KERNELS if name in own_state), "")
+    """Replace the kernel over the pixels where the number of channels, or the side of the patches, is another."""
+    name = _PATCH_KERNEL if _PATCH_KERNEL in own_state else _STEM_KERNEL
     own, kernel = own_state.get(name), state.get(name)
     if own is None or kernel is None or kernel.shape == own.shape or kernel.ndim != 4 or len(kernel) != len(own):
         return ()
@@ -242,7 +243,9 @@ def _resample_kernel(state: State, own_state: State) -> tuple[str, ...]:
 
     if kernel.shape[1] == 3 != own.shape[1]:
         kernel = adapt_input_conv(own.shape[1], kernel)
-    state[name] = resample_patch_embed(kernel, list(own.shape[2:])) if kernel.shape[2:] != own.shape[2:] else kernel
+    if kernel.shape[2:] != own.shape[2:] and name == _PATCH_KERNEL:
+        kernel = resample_patch_embed(kernel, list(own.shape[2:]))
+    state[name] = kernel
     return (name,)
 
 
