@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from vitlab.checks import require
@@ -39,7 +38,7 @@ from vitlab.models.single_pixels import strides_over_single_pixels
 from vitlab.models.sources import read_record
 from vitlab.models.weights import load_weights
 from vitlab.seeds import derive_seed
-from vitlab.text import say
+from vitlab.text import progress_bar, say
 
 _DEFAULT_NETWORK = "vit_tiny"
 _PALETTE_IMAGES = 5000
@@ -151,7 +150,7 @@ def _find_palette(
         palette, note = read_palette(Path(config.model.palette))
         say(console, f"palette: {config.model.palette}" + (f" ({note})" if note else ""))
         return palette
-    with _bar(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("reading images for the palette", total=None)
         images, _ = read_sample(
             dataset.splits["train"],
@@ -166,11 +165,6 @@ def _find_palette(
     quality = palette_quality(spread(images, _PALETTE_MEASURED), palette)
     say(console, f"palette fitted to training images: {quality.describe()}")
     return palette
-
-
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def _check_batches(config: RunConfig, network: Network, num_images: int) -> None:
@@ -243,7 +237,7 @@ def _cached(
     config: DataConfig, split: Split, prepare: Prepare, preparation: Mapping[str, Any], console: Console
 ) -> Split:
     assert config.cache != "none"
-    with _bar(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task(f"caching {split.name}", total=len(split))
         return cached(
             split,

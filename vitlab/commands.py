@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitlab.config import RunConfig
 from vitlab.disk import replacing
@@ -23,7 +22,7 @@ from vitlab.options import (
     SampleOptions,
 )
 from vitlab.printing import print_comparison, print_configs, print_models, print_proposals, print_scores
-from vitlab.text import say
+from vitlab.text import progress_bar, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +59,7 @@ def evaluate(options: EvaluateOptions) -> int:
     scored = read_split(model, options.data, options.split)
     for line in (*scored.log, *([f"note: {scored.note}"] if scored.note else [])):
         say(console, line)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("evaluating", total=len(scored.split))
         scores = score(
             model,
@@ -131,7 +130,7 @@ def compare(options: CompareOptions) -> int:
         _print_sameness(console, bits.sameness, identical=bits.identical)
         _write_json(console, options.json, result)
         return 0 if bits.identical else DIFFERENT
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         comparison = compare_runs(options, say=lambda line: say(console, line), progress=progress)
     result = comparison.to_dict()
     print_comparison(console, result)
@@ -158,7 +157,7 @@ def predict(options: PredictOptions) -> int:
     out = None if options.out is None else Path(options.out)
     check_out(out)
     predictor = Predictor(options.checkpoint, device=options.device, batch_size=options.batch_size)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         result = predict_files(
             predictor, options.paths, out=out, top_k=options.top_k, workers=options.workers, progress=progress
         )
@@ -180,7 +179,7 @@ def palette(options: PaletteOptions) -> int:
 
     console = Console()
     _check_outputs(palette=options.out)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         report = make_palette(options, say=lambda line: say(console, line), progress=progress)
     say(console, f"{report.held_out_split} (held out): {report.held_out.describe()}")
     say(console, f"{options.split} (fitted): {report.fitted.describe()}")
@@ -197,7 +196,7 @@ def sample(options: SampleOptions) -> int:
 
     console = Console()
     _check_outputs(picture=options.out, npy=options.npy)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         drawing = draw_samples(options, progress=progress)
     say(console, f"{drawing.count} images {'found' if options.beam else 'drawn'}: {options.out}")
     return 0
@@ -209,7 +208,7 @@ def complete(options: CompleteOptions) -> int:
 
     console = Console()
     _check_outputs(picture=options.out, npy=options.npy)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         drawing = complete_images(options, progress=progress)
     for error in drawing.errors:
         say(console, f"unreadable: {error}")
@@ -226,7 +225,7 @@ def probe(options: ProbeOptions) -> int:
     console = Console()
     _check_outputs(json=options.json, plot=options.plot)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         report = probe_layers(model, options, say=lambda line: say(console, line), progress=progress)
     console.print(report.table())
     say(console, "in brackets: 95% intervals over the choice of images")
@@ -303,9 +302,3 @@ def version(_: None) -> int:
     print(f"threads {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}")
     print(f"GPUs: {', '.join(gpus) or 'none'}")
     return 0
-
-
-def _progress(console: Console) -> Progress:
-    """Make a bar with the time left for a terminal, which shows nothing elsewhere."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

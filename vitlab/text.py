@@ -1,9 +1,10 @@
-"""Strings for people: what is safe on a terminal, and readable lengths of time."""
+"""Strings for people: what is safe on a terminal, readable lengths of time, and bars."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 
 def printable(text: str) -> str:
@@ -21,3 +22,11 @@ def duration(seconds: float) -> str:
 def say(console: "Console", line: str) -> None:
     """Print one line as it is: no markup, no colours of its own, no wrapping, nothing that a terminal would obey."""
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def progress_bar(console: "Console") -> "Progress":
+    """Make a bar with the time left for a terminal, which shows nothing elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
