@@ -4,6 +4,7 @@ python scripts/train.py --data PHOTOS --run runs/mine
 """
 
 import argparse
+import os
 import sys
 
 from rich.console import Console
@@ -38,6 +39,8 @@ def main() -> int:
     except (InputError, RunError, Interrupted) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    if os.environ.get("RANK", "0") != "0":  # of several processes one is enough for the rest
+        return 0
     dataset = load_dataset(config.data.root, val_fraction=config.data.val_fraction, seed=config.data.val_seed)
     val, predictor = dataset.splits["val"], vitlab.Predictor(run)
     probabilities = predictor.predict([val.read(0)])[0]

@@ -64,6 +64,12 @@ def tiny_config(data: Path, run_dir: Path, **changes) -> RunConfig:
     return config
 
 
+@pytest.fixture(scope="session")
+def color_config(color_folder):
+    """Give `tiny_config` on the coloured images; called with the run's folder."""
+    return partial(tiny_config, color_folder)
+
+
 @pytest.fixture
 def tiny_run(color_folder, tmp_path):
     """Give `tiny_config` on the coloured images, with its run in the test's own folder."""

@@ -59,3 +59,11 @@ def test_require_passes_or_raises_its_message():
     checks.require(True, "unused")
     with pytest.raises(InputError, match=r"^give more$"):
         checks.require(False, "give more")
+
+
+def test_require_at_most_takes_numbers_up_to_the_limit_and_none():
+    config = SimpleNamespace(few=3, many=4, several=(1, 4), none=None)
+    checks.require_at_most(config, "few", "none", most=3)
+    for name, value in (("many", "4"), ("several", r"\(1, 4\)")):
+        with pytest.raises(InputError, match=rf"^part\.{name} is {value}: give at most 3$"):
+            checks.require_at_most(config, name, most=3, section="part")

@@ -150,7 +150,7 @@ def test_cli_help_explains_every_option(capsys, name):
     )
     for section, owner in sections.items():
         for param in parse_from_object(owner).params:
-            assert f"{section}.{param.arg_name}".strip(".") in text
+            assert f"{section}.{param.arg_name}".strip("._") in text
             assert " ".join(param.description.split()) in text
 
 

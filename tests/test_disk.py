@@ -72,3 +72,16 @@ def test_replacing_starts_anew_over_what_a_killed_process_left(tmp_path):
     with replacing(tmp_path / "a") as aside:
         assert aside.read_bytes() == b""
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_replacing_takes_the_place_of_a_link_and_leaves_what_it_leads_to(tmp_path):
+    own, path = tmp_path / "own", tmp_path / "out.txt"
+    own.write_text("mine")
+    path.symlink_to(own)
+    (tmp_path / ".out.txt.tmp").symlink_to(own)
+    with replacing(path) as aside:
+        assert not aside.is_symlink()
+        aside.write_text("new")
+    assert own.read_text() == "mine"
+    assert not path.is_symlink()
+    assert path.read_text() == "new"

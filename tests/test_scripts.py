@@ -105,3 +105,9 @@ def test_data_need_draws_nested_shares_by_class(tmp_path):
 )
 def test_measuring_scripts_run(script, arguments, line):
     assert line in run(script, *arguments)
+
+
+def test_bench_loading_compares_training_and_evaluation(color_folder):
+    out = run("bench_loading.py", "--data", color_folder / "train", "--image_size", 16, "--images", 6, "--rounds", 1)
+    assert out.count("vitlab") >= 2
+    assert all(out.count(peer) >= 2 for peer in ("torchvision", "torchvision, tensors", "timm"))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from vitlab.errors import Finished, InputError, Interrupted, RunError
+from vitlab.errors import Finished, InputError, Interrupted, PeerLost, RunError
 from vitlab.text import printable
 
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _ended_by_signals():
             return _run(sys.argv[1:] if arguments is None else arguments)
+    except PeerLost as error:  # it has said itself why it ended, unless it was killed
+        return _say(error, 1)
     except Finished as error:  # all that was asked for is there: a scheduler that starts the job again is content
         return _say(error, 0)
     except InputError as error:
@@ -39,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as error:
         return _say(error, 130)
     except RunError as error:
-        return _say(error, 1)
+        return _say(error, 1, of_one=True)
     except RuntimeError as error:
         from vitlab.engine.device import is_out_of_memory  # not before: it imports torch, as what failed here has
 
         if not is_out_of_memory(error):
             raise
-        return _say(f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})", 1)
+        return _say(f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})", 1, of_one=True)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except BrokenPipeError:
@@ -91,10 +93,19 @@ def _run(arguments: Sequence[str]) -> int:
     return int(getattr(commands, name)(options))
 
 
-def _say(message: object, code: int) -> int:
-    print(f"vitlab: {printable(str(message))}", file=sys.stderr)
+def _say(message: object, code: int, *, of_one: bool = False) -> int:
+    """Print how a command ended, and give its code; of several processes the first alone says what all meet alike."""
+    rank = os.environ.get("RANK", "0")
+    who = "" if rank == "0" else f" process {rank}:"
+    if of_one or rank == "0":
+        print(f"vitlab:{who} {printable(str(message))}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # an interpreter that ends around the threads of a process group may abort
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ from vitlab.data.preprocess import EvalTransform, Preprocess
 from vitlab.data.sample import read_sample, spread
 from vitlab.engine.compilation import compile_blocks
 from vitlab.engine.device import autocast_dtype
+from vitlab.engine.distributed import ALONE, Processes, shard
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor
 from vitlab.engine.objectives import build_objective
@@ -197,7 +199,9 @@ def build_preprocess(config: DataConfig, network: Network, stated: Mapping[str, 
     return Preprocess(image_size=network.image_size, channels=config.channels, **settled)
 
 
-def build_data(config: RunConfig, dataset: Dataset, preprocess: Preprocess, console: Console) -> TrainingData:
+def build_data(
+    config: RunConfig, dataset: Dataset, preprocess: Preprocess, console: Console, processes: Processes = ALONE
+) -> TrainingData:
     """Build the loaders and what goes with them; fill the cache where the run keeps one."""
     data, batch_size = config.data, config.train.batch_size
     transform = TrainTransform(config.augment, preprocess)
@@ -208,8 +212,12 @@ def build_data(config: RunConfig, dataset: Dataset, preprocess: Preprocess, cons
         record = preprocess.to_dict()
         scale = config.augment.crop_min_scale
         training = {"use": "train", "crop": transform.crop, "crop_min_scale": scale, **record}
-        train_split = _cached(data, train_split, transform.shrink_for_cache, training, console)
-        val_split = _cached(data, val_split, preprocess.apply, {"use": "evaluation", **record}, console)
+        # What one process has written to the disk the others find there.
+        for turn in (True, False) if data.cache == "disk" else (processes.is_main,):
+            if turn == processes.is_main:
+                train_split = _cached(data, train_split, transform.shrink_for_cache, training, console)
+                val_split = _cached(data, val_split, preprocess.apply, {"use": "evaluation", **record}, console)
+            processes.gather_numbers(0)
         train_transform, val_transform = transform.change, unchanged
     train = Loader(
         train_split,
@@ -221,8 +229,16 @@ def build_data(config: RunConfig, dataset: Dataset, preprocess: Preprocess, cons
         repeats=config.augment.repeats,
         balanced=data.sampling == "balanced",
         on_error=data.on_error,
+        part=processes.part,
     )
-    val = Loader(val_split, val_transform, batch_size=batch_size, workers=data.workers, on_error=data.on_error)
+    val = Loader(
+        val_split,
+        val_transform,
+        batch_size=batch_size,
+        workers=data.workers,
+        on_error=data.on_error,
+        part=processes.part,
+    )
     return TrainingData(
         train=train,
         val=val,
@@ -252,7 +268,13 @@ def _cached(
 
 
 def build_trainer(
-    config: RunConfig, dataset: Dataset, network: Network, data: TrainingData, folder: RunFolder, console: Console
+    config: RunConfig,
+    dataset: Dataset,
+    network: Network,
+    data: TrainingData,
+    folder: RunFolder,
+    console: Console,
+    processes: Processes = ALONE,
 ) -> Trainer:
     """Put objective, optimizer, schedule, keeper and monitor together around a network."""
     origin = {
@@ -263,11 +285,18 @@ def build_trainer(
     }
 
     def save(
-        path: Path, network: Network, *, metrics: dict[str, Any], weights: WeightsKind, temperature: float
+        path: Path,
+        network: Network,
+        *,
+        state: Mapping[str, Tensor],
+        metrics: dict[str, Any],
+        weights: WeightsKind,
+        temperature: float,
     ) -> None:
         save_model(
             path,
             network,
+            state=state,
             classes=data.classes,
             preprocess=data.preprocess,
             metrics=metrics,
@@ -290,7 +319,7 @@ def build_trainer(
         keep_states=config.train.keep_states,
     )
     monitor = Monitor(
-        folder.metrics,
+        folder.metrics if processes.is_main else Path(os.devnull),
         log_every_steps=config.monitor.log_every_steps,
         total_epochs=None if config.train.steps else config.train.epochs,
         console=console,
@@ -303,6 +332,11 @@ def build_trainer(
         any(parameter.requires_grad for parameter in network.parameters()),
         f"model.freeze {config.model.freeze} leaves nothing to train for {config.objective.name}: free some blocks",
     )
+    if processes.count > 1:
+        _check_parallel(config)
+        processes.same_start(objective)
+        if config.train.parallel == "fsdp":  # before the optimizer, which is to hold the shards
+            shard(objective, network, device_of(network))
     trainer = Trainer(
         objective,
         build_optimizer(config.optim, network),
@@ -312,10 +346,24 @@ def build_trainer(
         clip_grad=config.optim.clip_grad,
         keeper=keeper,
         monitor=monitor,
+        processes=processes,
     )
     if config.train.compile:  # after the parameter groups and the averaged copy, whose names it must not touch
         compile_blocks(network)
     return trainer
+
+
+def _check_parallel(config: RunConfig) -> None:
+    """Raise InputError where several processes cannot do what is asked."""
+    require(
+        not config.train.find_lr, "train.find_lr tries rates in one process: leave it out, or start without torchrun"
+    )
+    sharded = config.train.parallel == "fsdp"
+    require(
+        not sharded or config.train.ema_decay is None,
+        f"train.ema_decay {config.train.ema_decay} needs the whole network on each process, and train.parallel fsdp "
+        "shards it: leave one of them out",
+    )
 
 
 def _safe_precision(config: TrainConfig, network: Network, console: Console) -> TrainConfig:

@@ -57,6 +57,15 @@ def require_not_negative(config: object, *names: str, section: str = "") -> None
         require(fits, f"{_label(section, name)} is {value!r}: give 0 or more")
 
 
+def require_at_most(config: object, *names: str, most: int, section: str = "") -> None:
+    """Require whole numbers up to `most`, of a tuple all, and None passes: beyond it a run would take all there is."""
+    for name in names:
+        value = getattr(config, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        fits = all(number is None or number <= most for number in numbers)
+        require(fits, f"{_label(section, name)} is {value}: give at most {most:,}")
+
+
 def require_fractions(config: object, *names: str, section: str = "") -> None:
     """Require numbers from 0 to 1, of a tuple all."""
     for name in names:

@@ -10,14 +10,16 @@ from dataclasses import dataclass, fields
 from itertools import islice, takewhile
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 
 from vitlab.config import RunConfig, shipped_config
 from vitlab.errors import InputError, unknown_name
 from vitlab.options import (
+    CheckOptions,
     CompareOptions,
     CompleteOptions,
     EvaluateOptions,
+    ExplainOptions,
     ModelsOptions,
     PaletteOptions,
     PredictOptions,
@@ -25,7 +27,9 @@ from vitlab.options import (
     ReplayOptions,
     SampleOptions,
 )
+from vitlab.parsing import check_yaml
 
+_parser_loads_yaml = get_loader("yaml")
 DIGITS_RECIPE = "digits/vit.yaml"
 
 
@@ -41,6 +45,11 @@ class Command:
 
 
 COMMANDS = {
+    "check": Command(
+        help="Look at every image of a data set and say what is wrong.",
+        options=CheckOptions,
+        positionals=(("data", None),),
+    ),
     "train": Command(help="Train a network on a folder of images.", options=RunConfig),
     "evaluate": Command(
         help="Score a model file on a split.", options=EvaluateOptions, positionals=(("checkpoint", None),)
@@ -63,6 +72,11 @@ COMMANDS = {
     "complete": Command(
         help="Draw the lower part of images anew with an ImageGPT.",
         options=CompleteOptions,
+        positionals=(("checkpoint", None), ("images", "+")),
+    ),
+    "explain": Command(
+        help="Show what a network looks at in images.",
+        options=ExplainOptions,
         positionals=(("checkpoint", None), ("images", "+")),
     ),
     "replay": Command(
@@ -117,6 +131,9 @@ def overview() -> str:
 
 def _parse_command(name: str, arguments: list[str]) -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    from yaml import YAMLError
+
+    set_loader("yaml", _load_yaml, exceptions=(YAMLError,))
     command = COMMANDS[name]
     parser = Parser(prog=f"vitlab {name}", description=command.help, allow_abbrev=False)
     if command.options is RunConfig:
@@ -131,9 +148,18 @@ def _parse_command(name: str, arguments: list[str]) -> Any:
     for several in (field.name for field in fields(command.options) if field.default_factory is list):
         parser.add_argument(f"--{several}", nargs="+", type=str, default=[], help=helps[several])
         skipped.add(several)
+    words = {field.name.rstrip("_"): field.name for field in fields(command.options) if field.name.endswith("_")}
+    for word, keyword in words.items():  # a word that Python keeps for itself
+        parser.add_argument(f"--{word}", type=str, help=helps[keyword])
+        skipped.add(keyword)
     parser.add_class_arguments(command.options, None, skip=skipped)
     namespace = parser.parse_args(arguments)
-    return command.options(**namespace.as_dict())
+    return command.options(**{words.get(name, name): value for name, value in namespace.as_dict().items()})
+
+
+def _load_yaml(text: str) -> Any:
+    check_yaml(text)
+    return _parser_loads_yaml(text)
 
 
 def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:

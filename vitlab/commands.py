@@ -11,9 +11,11 @@ from vitlab.config import RunConfig
 from vitlab.disk import replacing
 from vitlab.errors import InputError
 from vitlab.options import (
+    CheckOptions,
     CompareOptions,
     CompleteOptions,
     EvaluateOptions,
+    ExplainOptions,
     ModelsOptions,
     PaletteOptions,
     PredictOptions,
@@ -27,11 +29,36 @@ from vitlab.text import progress_bar, say
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vitlab.engine.distributed import Processes
     from vitlab.engine.evaluator import Scores
     from vitlab.inference.sameness import Sameness
 
-SKIPPED_SOME = 3
+SKIPPED_SOME = FOUND_PROBLEMS = 3
 DIFFERENT = 4
+
+
+def check(options: CheckOptions) -> int:
+    """`vitlab check`: look at every image of a data set, and say what is wrong."""
+    from vitlab.inference.check import check_data
+    from vitlab.inference.check_report import require_outside
+
+    console = Console()
+    _check_outputs(json=options.json)
+    if options.report is not None:
+        require_outside(Path(options.report), options.data)
+    with progress_bar(console) as progress:
+        report = check_data(
+            options.data,
+            checkpoint=options.checkpoint,
+            workers=options.workers,
+            device=options.device,
+            progress=progress,
+        )
+    report.print(console)
+    _write_json(console, options.json, report.to_dict(), what="findings")
+    if options.report is not None:
+        say(console, f"report: {report.write_html(Path(options.report))}")
+    return FOUND_PROBLEMS if report.problems else 0
 
 
 def train(config: RunConfig) -> int:
@@ -47,11 +74,18 @@ def train(config: RunConfig) -> int:
 
 def evaluate(options: EvaluateOptions) -> int:
     """`vitlab evaluate`: score a model file on a split with the file's own preprocessing."""
+    from vitlab.engine.distributed import launched
+
+    with launched(options.device) as processes:
+        return _evaluate(options, processes)
+
+
+def _evaluate(options: EvaluateOptions, processes: "Processes") -> int:
     from vitlab.engine.device import resolve_device
     from vitlab.inference.scoring import read_split, score
     from vitlab.models.files import load_model
 
-    console = Console()
+    console = Console(quiet=not processes.is_main)
     _check_outputs(json=options.json, confusion=options.confusion)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
     if options.confusion is not None:
@@ -67,8 +101,11 @@ def evaluate(options: EvaluateOptions) -> int:
             batch_size=options.batch_size,
             workers=options.workers,
             on_error=options.on_error,
+            processes=processes,
             on_batch=lambda images: progress.advance(task, images),
         )
+    if not processes.is_main:
+        return 0
     result = {"checkpoint": options.checkpoint, "data": options.data, "split": options.split, **scores.to_dict()}
     print_scores(console, result)
     _write_json(console, options.json, result)
@@ -101,13 +138,13 @@ def _check_outputs(
                 raise InputError(f"--{name} {path} cannot be written, its folder is read-only: give another place")
 
 
-def _write_json(console: Console, path: str | None, result: dict[str, Any]) -> None:
+def _write_json(console: Console, path: str | None, result: dict[str, Any], *, what: str = "scores") -> None:
     if path is None:
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing(Path(path)) as aside:
         aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    say(console, f"scores: {path}")
+    say(console, f"{what}: {path}")
 
 
 def _draw_confusion(console: Console, path: Path, scores: "Scores") -> None:
@@ -150,16 +187,29 @@ def _print_sameness(console: Console, pairs: "Mapping[str, Sameness]", *, identi
 
 def predict(options: PredictOptions) -> int:
     """`vitlab predict`: classify files and folders, a row an image, sorted by path."""
+    from vitlab.engine.distributed import launched
+
+    with launched(options.device) as processes:
+        return _predict(options, processes)
+
+
+def _predict(options: PredictOptions, processes: "Processes") -> int:
     from vitlab.inference.folder import check_out, describe, predict_files, predictions_table
     from vitlab.inference.predictor import Predictor
 
-    console = Console()
+    console = Console(quiet=not processes.is_main)
     out = None if options.out is None else Path(options.out)
     check_out(out)
     predictor = Predictor(options.checkpoint, device=options.device, batch_size=options.batch_size)
     with progress_bar(console) as progress:
         result = predict_files(
-            predictor, options.paths, out=out, top_k=options.top_k, workers=options.workers, progress=progress
+            predictor,
+            options.paths,
+            out=out,
+            top_k=options.top_k,
+            workers=options.workers,
+            processes=processes,
+            progress=progress,
         )
     if out is None and console.is_terminal:
         console.print(predictions_table(result.rows))
@@ -237,6 +287,31 @@ def probe(options: ProbeOptions) -> int:
         report.plot(Path(options.plot))
         say(console, f"picture: {options.plot}")
     return SKIPPED_SOME if report.errors else 0
+
+
+def explain(options: ExplainOptions) -> int:
+    """`vitlab explain`: maps of what a network looks at, as pictures and arrays in a folder."""
+    from vitlab.engine.device import resolve_device
+    from vitlab.inference.explain import explain_files
+    from vitlab.models.files import load_model
+
+    console = Console()
+    model = load_model(options.checkpoint, device=resolve_device(options.device))
+    with progress_bar(console) as progress:
+        result = explain_files(
+            model,
+            options.images,
+            Path(options.out),
+            target=options.class_,
+            layer_numbers=options.layer_numbers(),
+            batch_size=options.batch_size,
+            workers=options.workers,
+            progress=progress,
+        )
+    for line in (*(f"note: {note}" for note in result.notes), *(f"unreadable: {error}" for error in result.errors)):
+        say(console, line)
+    say(console, f"{result.count} images explained, {len(result.errors)} unreadable: {options.out}")
+    return SKIPPED_SOME if result.errors else 0
 
 
 def replay(options: ReplayOptions) -> int:

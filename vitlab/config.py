@@ -92,12 +92,16 @@ class RunConfig:
         """
         built: dict[str, Any] = {}
         for name, config in get_type_hints(cls).items():
-            values = dict(sections.get(name, {}))
+            values = sections.get(name, {})
+            require(isinstance(values, dict), f"{name} is {values!r}: give fields, such as `{name}: {{...}}`")
             known = get_type_hints(config)
             for key in values:
                 if key not in known:
                     raise unknown_name(f"field of {name}", key, known)
-            built[name] = config(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+            try:
+                built[name] = config(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+            except TypeError as error:  # a file from elsewhere may hold a text in the place of a number
+                raise InputError(f"{name} holds a value of another kind than its field ({error})") from error
         return cls(**built)
 
     def to_yaml(self) -> str:

@@ -29,8 +29,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield an empty file to write in the folder of `path`; afterwards it takes that name, flushed to the disk.
 
     At every moment `path` is the old file or the new one, whole. When the body fails, the file aside is removed and
-    `path` stays as it was. What a killed process left aside is hidden, ends in .tmp, which nothing reads, and is
-    overwritten by the next writer.
+    `path` stays as it was. A link in the place of `path` is replaced, and what it leads to stays. What a killed process
+    left aside is hidden, ends in .tmp, which nothing reads, and is overwritten by the next writer.
 
     Raises:
         OSError: the folder is not there or takes no file, or the disk failed.
@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.tmp")
     try:
         aside.unlink(missing_ok=True)
-        aside.touch()
+        aside.touch(exist_ok=False)  # new, never what a link that somebody put there meanwhile leads to
         usual_mode = aside.stat().st_mode & 0o777
         yield aside
         aside.chmod(usual_mode)  # some writers put a new file there of mode 0600, which shuts colleagues out

@@ -19,6 +19,10 @@ class RunError(RuntimeError):
     """The work failed on its way (disk full, non-finite loss); the message says what, and what is safe. Exit code 1."""
 
 
+class PeerLost(RunError):  # noqa: N818 - what became of another
+    """Another process of the run has ended, and this one cannot go on without it."""
+
+
 class NonFinite(RunError):  # noqa: N818 - what it says of a number
     """A loss or gradient is infinite or not a number."""
 

@@ -16,6 +16,27 @@ DrawPrecision = Literal["auto", "fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Look at every image of a data set and say what is wrong."""
+
+    data: str
+    """Folder of images, of CIFAR batches or of IDX files, a .csv or .jsonl manifest, or `digits`."""
+    json: str | None = None
+    """Write all findings to this file."""
+    report: str | None = None
+    """Write a page with pictures, index.html, into this folder; outside of the data set."""
+    checkpoint: str | None = None
+    """Model file or run folder; with it likely label errors and outliers are looked for, too."""
+    workers: int | None = None
+    """Processes that decode; default: one a core, at most 9."""
+    device: str = "auto"
+    """Where the checkpoint computes: `auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_workers(self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
     """Score a model file on a split."""
 
@@ -179,11 +200,38 @@ class ProbeOptions:
 
     def layer_numbers(self) -> list[int]:
         """Give the numbers of the layers, ascending; none stands for all."""
-        if self.layers in ([], ["all"]):
-            return []
-        if not all(re.fullmatch("0*[1-9][0-9]{0,5}", layer) for layer in self.layers):
-            raise InputError(f"--layers is {' '.join(self.layers)}: give numbers from 1 on, such as 3 6 9, or all")
-        return sorted(set(map(int, self.layers)))
+        return _layer_numbers(self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """Show what a network looks at in images."""
+
+    checkpoint: str
+    """Model file, or a run folder for its best.safetensors."""
+    images: list[str]
+    """Image files, and folders that are searched to any depth."""
+    out: str
+    """Folder for the pictures (.png) and their values (.npz)."""
+    class_: str | None = None
+    """Show what speaks for this class; default: for the likeliest of each image."""
+    layers: list[str] = field(default_factory=list)
+    """Numbers of blocks whose attention is shown, the first is 1, or `all`; default: the last of each kind and size."""
+    batch_size: int = 8
+    """Images at a time; the numbers do not depend on it beyond 1e-5."""
+    workers: int | None = None
+    """Loader processes; default: one less than the cores, at most 8."""
+    device: str = "auto"
+    """`auto`, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_positive("batch_size", self.batch_size)
+        _check_workers(self.workers)
+        self.layer_numbers()
+
+    def layer_numbers(self) -> list[int] | None:
+        """Give the numbers of the blocks, ascending; none stands for all, None for the default."""
+        return _layer_numbers(self.layers) if self.layers else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +337,14 @@ def _read_size(text: str) -> tuple[int, int]:
         example = "such as 224, or 192x224 (height x width)"
         raise InputError(f"--image_size is {text}: give sides of 1 to {LARGEST_SIDE} pixels, {example}")
     return sides[0], sides[-1]
+
+
+def _layer_numbers(layers: list[str]) -> list[int]:
+    if layers in ([], ["all"]):
+        return []
+    if not all(re.fullmatch("0*[1-9][0-9]{0,5}", layer) for layer in layers):
+        raise InputError(f"--layers is {' '.join(layers)}: give numbers from 1 on, such as 3 6 9, or all")
+    return sorted(set(map(int, layers)))
 
 
 def _check_workers(workers: int | None) -> None:

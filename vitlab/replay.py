@@ -20,7 +20,7 @@ from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess
 from vitlab.engine.device import resolve_device
 from vitlab.engine.keeper import gradient_norms
-from vitlab.engine.run_folder import RunFolder
+from vitlab.engine.run_folder import RunFolder, require_run
 from vitlab.engine.state import capture, differing_tensors, list_states, load_state, step_of
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import InputError, NonFinite
@@ -58,6 +58,10 @@ def replay(path: str | Path, *, root: str | None = None) -> Replay:
         f"{path} is no state: give RUN/resume/step-N or RUN/crash-N, one that is there",
     )
     _, record = load_state(path)
+    several = record["machine"].get("processes", 1)
+    require(
+        several == 1, f"{path} is a state of {several} processes, whose steps one alone cannot make again to the bit"
+    )
     target = None if "crash" in record else _next_state(path)
     trainer, elsewhere = _rebuild(path, record, root)
     notes = [f"note: {'; '.join(elsewhere)}: the last bits may differ for that alone"] if elsewhere else []
@@ -87,6 +91,7 @@ def _next_state(path: Path) -> Path:
 
 def _rebuild(path: Path, record: dict[str, Any], root: str | None) -> tuple[Trainer, list[str]]:
     """Build the run's parts anew and put them where the state stands."""
+    require_run(path, record)
     run = record["run"]
     config = RunConfig.from_dict(run["config"])
     if root is not None:

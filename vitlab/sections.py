@@ -9,6 +9,7 @@ from typing import Any, Literal
 from vitlab.checks import (
     is_number,
     require,
+    require_at_most,
     require_channel_statistics,
     require_fractions,
     require_not_negative,
@@ -19,6 +20,9 @@ from vitlab.checks import (
 
 LARGEST_SIDE = 8192
 """Pixels; images of more would fill the memory."""
+
+_MOST = 2**24
+"""Of what a run has many of."""
 
 PIXELS_ALONE = ("next_pixel", "masked_pixel")
 """Objectives that train no class logits."""
@@ -63,6 +67,7 @@ class ModelConfig:
             f"model.image_size is {self.image_size}: give a side or [height, width] of 1 to {LARGEST_SIDE} pixels",
         )
         require_positive(self, "num_classes", section="model")
+        require_at_most(self, "num_classes", most=_MOST, section="model")
         require(
             isinstance(self.freeze, str) or self.freeze > 0,
             f"model.freeze is {self.freeze}: give none, backbone, or how many of the last blocks to train",
@@ -116,6 +121,7 @@ class DataConfig:
         if self.crop_fraction is not None:
             require_shares(self, "crop_fraction", section="data")
         require_not_negative(self, "workers", "val_seed", section="data")
+        require_at_most(self, "workers", most=1024, section="data")
         require_channel_statistics(self, section="data", may_lack=True)
 
 
@@ -156,6 +162,7 @@ class AugmentConfig:
         require_values(self, section="augment")
         require_fractions(self, "hflip", "color_jitter", "erasing", section="augment")
         require_positive(self, "repeats", "policy_ops", section="augment")
+        require_at_most(self, "repeats", "policy_ops", "crop_padding", most=1024, section="augment")
         require_shares(self, "crop_min_scale", section="augment")
         require_not_negative(
             self, "crop_padding", "mixup", "cutmix", "unmixed_epochs", "policy_magnitude_std", section="augment"
@@ -268,9 +275,12 @@ class TrainConfig:
     steps: int | None = None
     """Optimizer steps, in place of epochs."""
     batch_size: int = 64
-    """Images in a micro-batch."""
+    """Images in a micro-batch, over all processes."""
     accumulate: int = 1
     """Micro-batches to an optimizer step."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Of several processes, each holds the whole network (`ddp`), or a share of it, for networks that do not fit
+    (`fsdp`)."""
     seed: int = 0
     """Seed of weights, order, augmentation and dropout."""
     device: str = "auto"
@@ -316,6 +326,7 @@ class TrainConfig:
             section="train",
         )
         require_not_negative(self, "seed", "seeds", section="train")
+        require_at_most(self, "batch_size", "accumulate", "epochs", most=_MOST, section="train")
         if self.seeds is not None:
             require(
                 len(set(self.seeds)) == len(self.seeds) > 0,
@@ -343,3 +354,4 @@ class MonitorConfig:
         require_values(self, section="monitor")
         require_positive(self, "log_every_steps", section="monitor")
         require_not_negative(self, "drawings", section="monitor")
+        require_at_most(self, "drawings", most=1024, section="monitor")

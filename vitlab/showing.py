@@ -20,6 +20,7 @@ from vitlab.engine.device import multiply_add_rate
 from vitlab.engine.evaluator import Scores, headline
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.trainer import Trainer, TrainingData
+from vitlab.inference.check_classes import quick_lines
 from vitlab.inference.pictures import draw_progress
 from vitlab.layers.attention import is_fused
 from vitlab.models.costs import count_macs, count_parameters, training_memory
@@ -29,6 +30,12 @@ from vitlab.text import duration, say
 
 PREVIEW_IMAGES = 16
 _FEW_IMAGES = 50
+
+
+def describe_data(console: Console, dataset: Dataset, root: str) -> None:
+    """Say how the images were read, and what a quick check found."""
+    for note in (*dataset.notes, *(f"note: {line}" for line in quick_lines(dataset, root))):
+        say(console, note)
 
 
 def describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Trainer) -> None:
@@ -109,6 +116,8 @@ def show_evaluation(trainer: Trainer, config: RunConfig, dataset: Dataset, score
     _show_confusion(trainer, scored)
     network, count = trainer.objective.network, config.monitor.drawings
     if not (count and config.objective.generates and isinstance(network, ImageGPT) and network.causal):
+        return
+    if trainer.wrapped.is_sharded:  # to draw would take every process as long
         return
     split, preprocess = dataset.splits["val"], trainer.data.preprocess
     fixed = split.subset(split.name, np.linspace(0, len(split) - 1, min(len(split), (count + 1) // 2)).astype(np.int64))

@@ -28,5 +28,5 @@ def progress_bar(console: "Console") -> "Progress":
     """Make a bar with the time left for a terminal, which shows nothing elsewhere."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -13,11 +13,14 @@ from typing import Any
 from rich.console import Console
 
 from vitlab.assembly import build_data, build_network, build_preprocess, build_trainer, build_trial, settle_model
+from vitlab.checks import require
 from vitlab.config import RunConfig
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
 from vitlab.disk import replacing
 from vitlab.engine import figures
 from vitlab.engine.device import resolve_device
+from vitlab.engine.distributed import Processes, launched, restarts_allowed
+from vitlab.engine.evaluator import Scores
 from vitlab.engine.lr_finder import sweep_lr
 from vitlab.engine.monitor import Monitor
 from vitlab.engine.run_folder import RunFolder, Start, flatten, fresh_run_folder, open_run
@@ -25,8 +28,8 @@ from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import Finished, InputError, RunError
-from vitlab.models.files import read_safetensors
-from vitlab.showing import conclude, describe, preview, show_evaluation
+from vitlab.models.safetensors_file import read_safetensors
+from vitlab.showing import conclude, describe, describe_data, preview, show_evaluation
 from vitlab.text import say
 
 _CURVES = ("val/top1", "val/loss", "train/loss")
@@ -48,10 +51,14 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
         Interrupted: a signal came; the state is saved, and the same call goes on.
     """
     console, config = console or Console(quiet=True), settle_model(config)
-    return _run(config, console) if config.train.seeds is None else _run_seeds(config, config.train.seeds, console)
+    with launched(config.train.device) as processes:
+        console = console if processes.is_main else Console(quiet=True)
+        if config.train.seeds is None:
+            return _run(config, console, processes)
+        return _run_seeds(config, config.train.seeds, console, processes)
 
 
-def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console) -> Path:
+def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console, processes: Processes) -> Path:
     """Make a run for each seed; one that is finished already stays, so that the same call goes on after a stop."""
     if config.train.resume not in ("auto", "never"):
         raise InputError(
@@ -60,7 +67,7 @@ def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console) -> P
     run_dir = config.train.run_dir
     if run_dir is not None and RunFolder(Path(run_dir)).config.exists():
         raise InputError(f"train.run_dir {run_dir} holds a run of one seed: give another folder for several")
-    parent = Path(config.train.run_dir) if config.train.run_dir else fresh_run_folder(Path("runs"), _stem(config)).path
+    parent = Path(run_dir) if run_dir else processes.on_main(lambda: fresh_run_folder(Path("runs"), _stem(config)).path)
     metrics = []
     hint = "" if run_dir else f"; after a stop the same command goes on with --train.run_dir {parent}"
     say(console, f"{len(seeds)} runs in {parent}{hint}")
@@ -69,7 +76,7 @@ def _run_seeds(config: RunConfig, seeds: tuple[int, ...], console: Console) -> P
             folder = parent / f"seed-{seed}"
             train = dataclasses.replace(config.train, seeds=None, seed=seed, run_dir=str(folder))
             try:
-                _run(dataclasses.replace(config, train=train), console)
+                _run(dataclasses.replace(config, train=train), console, processes)
             except Finished as finished:
                 say(console, str(finished))
             metrics.append(_best_metrics(folder))
@@ -89,9 +96,13 @@ def _stem(config: RunConfig) -> str:
     return f"{config.model.name}-{Path(config.data.root).resolve().name}"
 
 
-def _run(config: RunConfig, console: Console) -> Path:
+def _run(config: RunConfig, console: Console, processes: Processes) -> Path:
     began = time.perf_counter()
     device = resolve_device(config.train.device)
+    require(
+        config.train.run_dir is not None or not restarts_allowed(),
+        "torchrun --max-restarts starts a run again from its folder: give it a name with --train.run_dir",
+    )
     dataset = load_dataset(
         config.data.root,
         val_fraction=config.data.val_fraction,
@@ -99,25 +110,29 @@ def _run(config: RunConfig, console: Console) -> Path:
         allow_empty_classes=config.data.allow_empty_classes,
         download=config.data.download,
     )
-    for note in dataset.notes:
-        say(console, note)
-    start = open_run(config, fingerprint(dataset), stem=_stem(config), say=lambda line: say(console, line))
+    describe_data(console, dataset, config.data.root)
     with ExitStack() as stack:
-        stack.enter_context(start.folder.claimed())
+        start = processes.on_main(lambda: _claim(config, dataset, console, stack))
         network, stated = build_network(config, dataset, console, fresh=start.state is None)
         network = network.to(device)
         preprocess = start.preprocess or build_preprocess(config.data, network, stated)
-        data = build_data(config, dataset, preprocess, console)
+        data = build_data(config, dataset, preprocess, console, processes)
         stack.enter_context(closing(data.train))
         stack.enter_context(closing(data.val))
-        trainer = build_trainer(config, dataset, network, data, start.folder, console)
+        trainer = build_trainer(config, dataset, network, data, start.folder, console, processes)
         try:
             if start.state is not None:
                 _go_on(trainer, start, start.state, console)
-            _open_folder(config, dataset, trainer, is_new=start.state is None or not start.in_place)
+            is_new = start.state is None or not start.in_place
+            processes.on_main(lambda: _open_folder(config, dataset, trainer, is_new=is_new))
+            if is_new:
+                trainer.keeper.started(trainer)
+            if processes.is_main:
+                _open_curves(config, trainer)
             if trainer.monitor.events is not None:
                 stack.callback(trainer.monitor.events.close)
-            describe(console, config, dataset, trainer)
+            if processes.is_main:
+                describe(console, config, dataset, trainer)
             if config.train.find_lr and start.state is None:
                 _find_lr(config, trainer, console)
             elif config.train.find_lr:
@@ -130,14 +145,27 @@ def _run(config: RunConfig, console: Console) -> Path:
         say(
             console, f"no better score in {trainer.progress.stale} evaluations: stopped at step {trainer.progress.step}"
         )
-    conclude(console, start.folder, _best_metrics(start.folder.path), time.perf_counter() - began)
+    if processes.is_main:
+        conclude(console, start.folder, _best_metrics(start.folder.path), time.perf_counter() - began)
     return start.folder.path
+
+
+def _claim(config: RunConfig, dataset: Dataset, console: Console, stack: ExitStack) -> Start:
+    """Find where the run begins, and keep other runs out of its folder until the stack is left."""
+    start = open_run(config, fingerprint(dataset), stem=_stem(config), say=lambda line: say(console, line))
+    stack.enter_context(start.folder.claimed())
+    return start
 
 
 def _fit(trainer: Trainer, config: RunConfig, dataset: Dataset) -> None:
     """Train, and draw the curves however that ends."""
+
+    def show(scores: list[Scores]) -> None:
+        if trainer.processes.is_main:
+            show_evaluation(trainer, config, dataset, scores)
+
     try:
-        trainer.fit(on_evaluation=lambda scores: show_evaluation(trainer, config, dataset, scores))
+        trainer.fit(on_evaluation=show)
     except BaseException:
         with suppress(Exception):  # how the run ended counts, not what a picture of it may lack
             _plot(trainer)
@@ -148,13 +176,14 @@ def _fit(trainer: Trainer, config: RunConfig, dataset: Dataset) -> None:
 def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> None:
     """Put the trainer where a state stands; a state of another folder brings its run's best file and curves along."""
     elsewhere = trainer.keeper.resume(trainer, state)
-    folder, old = start.folder, RunFolder(state.parent.parent)
+    old = RunFolder(state.parent.parent)
     if trainer.progress.step > trainer.total_steps:
         raise InputError(
             f"{state} is beyond the {trainer.total_steps} steps that train.epochs or train.steps ask for: give more"
         )
     if trainer.done:
         _plot(trainer)  # the run may have been killed just before
+        trainer.processes.gather_numbers(0)  # a launcher may end them all at the first that ends
         raise Finished(
             f"the run of {state} is finished: give another train.run_dir for a new one, or more {_longer(trainer)} "
             "to go on"
@@ -162,6 +191,13 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
     say(console, f"going on from {state}")
     if elsewhere:
         say(console, f"note: {'; '.join(elsewhere)}: the run goes on, but not to the last bit as it would have")
+    if not trainer.processes.on_main(lambda: _bring_along(trainer, start, old)):
+        trainer.progress.best_rank = None
+
+
+def _bring_along(trainer: Trainer, start: Start, old: RunFolder) -> bool:
+    """Put the folder where a state stands, and say whether it holds the best file that the state knows."""
+    folder = start.folder
     if not start.in_place:
         folder.tensorboard.mkdir(parents=True, exist_ok=True)
         for path in (old.metrics, old.tensorboard / EVENTS_NAME, old.best):
@@ -171,8 +207,7 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
     for later in list_states(folder.resume):
         if step_of(later) > trainer.progress.step:
             shutil.rmtree(later)
-    if not _holds_best(folder, trainer.progress.best_step):
-        trainer.progress.best_rank = None
+    return _holds_best(folder, trainer.progress.best_step)
 
 
 def _longer(trainer: Trainer) -> str:
@@ -199,14 +234,17 @@ def _best_metrics(run: Path) -> dict[str, Any]:
 
 
 def _open_folder(config: RunConfig, dataset: Dataset, trainer: Trainer, *, is_new: bool) -> None:
-    """Write the configuration that repeats the run, and open its curves behind the steps already done."""
-    folder, step = trainer.keeper.folder, trainer.progress.step
+    """Write the configuration that repeats the run, and a picture of what it learns from."""
+    folder = trainer.keeper.folder
     with replacing(folder.config) as aside:
         aside.write_text(config.to_yaml(), encoding="utf-8")
     if is_new or not folder.train_batch.exists():
         figures.save_image(folder.train_batch, preview(config, dataset, trainer.data))
-    if is_new:
-        trainer.keeper.started(trainer)
+
+
+def _open_curves(config: RunConfig, trainer: Trainer) -> None:
+    """Open the run's curves behind the steps already done."""
+    folder, step = trainer.keeper.folder, trainer.progress.step
     cut_metrics(folder.metrics, step)
     if not config.monitor.tensorboard:
         return
@@ -219,7 +257,7 @@ def _open_folder(config: RunConfig, dataset: Dataset, trainer: Trainer, *, is_ne
 
 def _plot(trainer: Trainer) -> None:
     folder = trainer.keeper.folder
-    if trainer.progress.epoch:
+    if trainer.progress.epoch and trainer.processes.is_main:
         figures.plot_results(folder.metrics, folder.results, title=folder.path.name)
 
 

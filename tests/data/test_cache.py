@@ -18,6 +18,7 @@ from vitlab.data import cache
 from vitlab.data.augment import TrainTransform
 from vitlab.data.cache import cache_key, cached, default_folder, free_memory, unchanged
 from vitlab.data.datasets import load_split
+from vitlab.data.decoders import RULES
 from vitlab.data.images import ImageError
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform, Preprocess
@@ -399,3 +400,9 @@ def test_shared_memory_of_a_spawned_worker_needs_no_copy(split, make):
 
 def _flip_first_byte(store, queue):
     store.pixels[0] ^= 255
+
+
+def test_cache_key_changes_with_the_rules_of_reading(split, monkeypatch):
+    first = cache_key(split, {})
+    monkeypatch.setattr("vitlab.data.cache.RULES", RULES + 1)
+    assert cache_key(split, {}) != first

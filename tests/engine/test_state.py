@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 import re
 import shutil
@@ -236,3 +237,48 @@ def test_differing_tensors_names_what_differs_the_largest_first():
     assert differing_tensors({"a": torch.tensor(0.0)}, {"a": torch.tensor(0)}) == [("a", torch.inf)]
     nan = {"a": torch.tensor([torch.nan, 1.0]).bfloat16()}
     assert differing_tensors(nan, {"a": nan["a"].clone()}) == []
+
+
+def test_state_from_elsewhere_is_refused_in_one_line(tmp_path):
+    """A whole state may still hold anything: its writer knows how to make the hashes."""
+    path = tmp_path / "step-1"
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    tensors, record = capture(network, optimizer, scaler, Progress())
+    groups = record["optimizer"]["dict"][1][1]
+    hostile = [
+        ({"model.weight": torch.zeros(3, 3)}, record),
+        ({}, record),
+        (tensors, record | {"optimizer": {"dict": [["state", {"tensor": "none"}], ["groups", groups]]}}),
+        (tensors, record | {"optimizer": {"a": [], "b": []}}),
+        (tensors, record | {"optimizer": [1]}),
+        (tensors, record | {"progress": {"step": 1, "new": 2}}),
+        (tensors, record | {"progress": {"best_rank": []}}),
+        (tensors, {}),
+    ]
+    for values, said in hostile:
+        save_state(path, values, said)
+        with pytest.raises(InputError, match="the state does not fit the run") as caught:
+            restore(*load_state(path), network, optimizer, scaler)
+        assert "\n" not in str(caught.value)
+
+
+def test_load_state_reads_regular_files_alone(tmp_path):
+    """A pipe would be waited for, and a device would never end."""
+    for name in ("tensors.safetensors", "state.json"):
+        path = tmp_path / f"{name}-gone" / "step-1"
+        save_state(path, TENSORS, {})
+        (path / name).unlink()
+        os.mkfifo(path / name)
+        with pytest.raises(InputError, match="is no regular file"):
+            load_state(path)
+
+
+def test_load_state_refuses_a_key_that_stands_twice(tmp_path):
+    path = tmp_path / "step-1"
+    save_state(path, TENSORS, {"a": 1})
+    text = (path / "state.json").read_text()
+    (path / "state.json").write_text(text.replace('"a": 1', '"a": 1, "a": 1'))
+    with pytest.raises(InputError, match="damaged: a key stands twice"):
+        load_state(path)

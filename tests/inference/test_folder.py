@@ -329,3 +329,31 @@ def test_predict_files_moves_a_given_bar_to_its_end(color_predictor, tmp_path):
     progress = Progress(console=Console(file=io.StringIO()))
     predict_files(color_predictor, [tmp_path], progress=progress)
     assert [(task.completed, task.total) for task in progress.tasks] == [(5, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        *(
+            ("=1+1", "'=1+1"),
+            ("+1", "'+1"),
+            ("-1", "'-1"),
+            ("@A1", "'@A1"),
+            ("\t=1", "'\t'=1"),
+            ("\uff1d1", "'\uff1d1"),
+        ),
+        *(
+            ("a;=1", "a;'=1"),
+            ('a; "=1"', 'a; "\'=1"'),
+            ("a\n-1", "a\n'-1"),
+            ("a=1", "a=1"),
+            ("a-b;c", "a-b;c"),
+            ("", ""),
+        ),
+    ],
+)
+def test_csv_cells_are_harmless_in_any_spreadsheet(name, cell):
+    """Some take a semicolon or a tab to part the cells."""
+    file = io.BytesIO()
+    folder._CsvTable(file, 1).write([Prediction(name, labels=(name,), probabilities=(0.5,))])
+    assert list(csv.reader(io.StringIO(file.getvalue().decode(), newline="")))[1] == [cell, "", cell, "0.5"]

@@ -60,6 +60,28 @@ def test_read_split_cuts_validation_as_the_run_did(finished_run, color_folder, t
     assert list(other.paths) != list(scored.split.paths)
 
 
+def test_read_split_knows_training_images_under_any_name_of_a_split(finished_run, color_folder, tmp_path):
+    model = load_model(finished_run)
+    whole = read_split(model, str(color_folder / "train"), "all")  # the run's own train folder, without a cut
+    assert whole.note == "the model was trained on these images"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "test").symlink_to(color_folder / "train")
+    assert read_split(model, str(tmp_path / "other"), "test").note == "the model was trained on these images"
+
+
+def test_read_split_counts_how_many_of_all_images_the_run_trained_on(finished_run, color_folder, tmp_path):
+    data = load_dataset(color_folder / "train", val_fraction=0.3, seed=5)
+    model = load_model(finished_run)
+    for seed, note in (
+        (5, "the model was trained on 27 of these 39 images"),
+        (6, "as many images as the model's run had; if they are the same, it was trained on most of them"),
+    ):
+        origin = {"val_fraction": 0.3, "seed": seed, "fingerprint": fingerprint(data)}
+        fields = {"classes": model.classes, "preprocess": model.preprocess, "metrics": {}, "data": origin}
+        save_model(tmp_path / "m.safetensors", model.network, **fields)
+        assert read_split(load_model(tmp_path / "m.safetensors"), str(color_folder / "train"), "all").note == note
+
+
 def test_evaluate_prints_intervals_and_both_calibrations(warm_file, color_folder, tmp_path, capsys):
     out = tmp_path / "scores.json"
     line = ["evaluate", str(warm_file), "--data", str(color_folder), "--split", "test", "--workers", "0"]

@@ -4,6 +4,8 @@ import pytest
 
 from vitlab.errors import InputError
 from vitlab.models.fields import conform_fields
+from vitlab.models.swin import SwinConfig
+from vitlab.models.vit import ViTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +45,22 @@ def test_conform_fields_makes_the_whole_numbers_of_a_list_floats():
 def test_conform_fields_refuses_other_values(fields, message):
     with pytest.raises(InputError, match=f"^{message}$"):
         Shape(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"depth": 1025}, "depth is 1025: give at most 1024"),
+        ({"embed_dim": 2**20 + 1}, "embed_dim is 1048577: give at most 1048576"),
+        ({"image_size": (8, 8193)}, r"image_size is \(8, 8193\): give at most 8192"),
+        ({"mlp_ratio": 1025.0}, r"mlp_ratio is 1025\.0: give at most 1024"),
+    ],
+)
+def test_conform_fields_refuses_more_than_any_network_needs(fields, message):
+    with pytest.raises(InputError, match=message):
+        ViTConfig(**fields)
+
+
+def test_conform_fields_refuses_more_stages_than_any_network_has():
+    with pytest.raises(InputError, match="depths has 17 values: give at most 16"):
+        SwinConfig(depths=(1,) * 17, num_heads=(1,) * 17)

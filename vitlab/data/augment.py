@@ -1,13 +1,14 @@
 """Random changes to training images, each a function of one seed; mixup and cutmix of whole batches.
 
-Albumentations stays behind this file: its upstream is archived, so what we use of it must be easy to replace.
+Albumentations, for changes of colour, stays behind this file: its upstream is archived, so what we use of it must be
+easy to replace.
 """
 
 import math
 import os
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,13 +16,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from vitlab.config import AugmentConfig
+from vitlab.data.crops import Geometry
 from vitlab.data.policies import Policy
 from vitlab.data.preprocess import Preprocess
 from vitlab.data.resize import cover_size, resize
 from vitlab.seeds import derive_seed
 
 _SMALL_UP_TO = 64  # pixels: in so small images a quarter of the area is too little to tell a class
-_CROP_RATIO = (3 / 4, 4 / 3)
 _ERASED_SCALE = (0.02, 0.33)
 _ERASED_RATIO = (0.3, 3.3)
 _ERASING_TRIES = 10
@@ -30,10 +31,11 @@ _ERASING_TRIES = 10
 class TrainTransform:
     """A training image, changed at random and brought to the network's size.
 
-    The order is crop, flip, policy, colour, erasing. A resized crop shrinks by area averaging and grows by the record's
-    filter. A padded crop brings the image to the network's size as in evaluation, but without the crop fraction's
-    margin, and moves it over its mirrored border; an image that has the size already is not resized. Erasing fills a
-    rectangle of 2 to 33 % of the image with noise, uniform and independent for each value.
+    The order is crop, flip, policy, colour, erasing. A resized crop is brought to its size by the record's antialiased
+    filter; where it shrinks to half or less, a JPEG file may be read at a half, a quarter or an eighth (`shrink`). A
+    padded crop brings the image to the network's size as in evaluation, but without the crop fraction's margin, and
+    moves it over its mirrored border; an image that has the size already is not resized. Erasing fills a rectangle of 2
+    to 33 % of the image with noise, uniform and independent for each value.
 
     It is `change` after `prepare`; what stands before anything random can be kept from one epoch to the next. Without
     any augmentation the result is the evaluation's, and albumentations is not imported.
@@ -42,21 +44,35 @@ class TrainTransform:
     def __init__(self, augment: AugmentConfig, preprocess: Preprocess) -> None:
         self.preprocess = preprocess
         small = max(preprocess.image_size) <= _SMALL_UP_TO
-        self.crop = augment.crop
-        if self.crop == "auto":
-            self.crop = "padded" if small else "resized"
+        auto: Literal["resized", "padded"] = "padded" if small else "resized"
+        self.crop = auto if augment.crop == "auto" else augment.crop
         self._whole = replace(preprocess, crop_fraction=1.0)
         self._enough = math.ceil(max(preprocess.image_size) / math.sqrt(augment.crop_min_scale))
         self.erasing = augment.erasing
-        self._geometry, self._jitter = _build_changes(augment, preprocess, self.crop)
+        self._geometry = Geometry(
+            crop=self.crop,
+            size=preprocess.image_size,
+            min_scale=augment.crop_min_scale,
+            padding=augment.crop_padding,
+            hflip=augment.hflip,
+            interpolation=preprocess.interpolation,
+        )
+        self._jitter = _build_jitter(augment.color_jitter) if augment.color_jitter > 0 else None
         self._policy = Policy(augment, small=small) if augment.policy != "none" else None
 
-    def __call__(self, image: NDArray[np.uint8], seed: int) -> NDArray[np.uint8]:
+    def shrink(self, height: int, width: int, seed: int) -> int:
+        """Tell by how much an image of that size may be smaller for the change of that seed: 1, 2, 4 or 8."""
+        return self._geometry.draw(height, width, random.Random(seed))[1] if self.crop == "resized" else 1
+
+    def __call__(
+        self, image: NDArray[np.uint8], seed: int, full_size: tuple[int, int] | None = None
+    ) -> NDArray[np.uint8]:
         """Change one image.
 
         Args:
             image: upright RGB, uint8 (H, W, 3).
             seed: all that the change depends on besides the image.
+            full_size: (height, width) of the whole image, where `shrink` let it be smaller.
 
         Returns:
             uint8 (h, w, C), of the size and channels that the Preprocess record asks for.
@@ -64,7 +80,7 @@ class TrainTransform:
         Raises:
             InputError: the array is no RGB image.
         """
-        return self.change(self.prepare(image), seed)
+        return self.change(self.prepare(image), seed, full_size)
 
     def prepare(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Do what is the same in every epoch: the channels, and the resize unless the crop is a random part.
@@ -106,29 +122,30 @@ class TrainTransform:
             return prepared
         return resize(prepared, *cover_size(H, W, (self._enough, self._enough)), self.preprocess.interpolation)
 
-    def change(self, prepared: NDArray[np.uint8], seed: int) -> NDArray[np.uint8]:
+    def change(
+        self, prepared: NDArray[np.uint8], seed: int, full_size: tuple[int, int] | None = None
+    ) -> NDArray[np.uint8]:
         """Change a prepared image at random.
 
         Args:
             prepared: what `prepare` or `shrink_for_cache` gave; left alone.
             seed: all that the change depends on besides the image.
+            full_size: (height, width) of the whole image, where `shrink` let it be smaller.
 
         Returns:
             uint8 (h, w, C); possibly the prepared image itself.
         """
-        image = prepared
-        state = np.random.Generator(np.random.PCG64(seed)), random.Random(seed)  # of geometry and then of colour
-        if self._geometry is not None:
-            # Not set_random_seed: that gives every transform the same stream, and two flips would always agree.
-            self._geometry.set_random_state(*state)
-            image = np.ascontiguousarray(self._geometry(image=image)["image"])
+        image = self._geometry.change(prepared, random.Random(seed), full_size)
         if self._policy is not None:
             image = self._policy(image, derive_seed(seed, "policy"))
         if self._jitter is not None:
-            self._jitter.set_random_state(*state)
+            # Not set_random_seed: that gives every transform of albumentations the same stream.
+            self._jitter.set_random_state(
+                _generator(derive_seed(seed, "jitter")), random.Random(derive_seed(seed, "jitter"))
+            )
             image = np.ascontiguousarray(self._jitter(image=image)["image"])
         if self.erasing > 0:
-            generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "erasing")))
+            generator = _generator(derive_seed(seed, "erasing"))
             if generator.random() < self.erasing:
                 image = erase(image, generator)
         return image
@@ -163,35 +180,17 @@ def erase(image: NDArray[np.uint8], generator: np.random.Generator) -> NDArray[n
     return image
 
 
-def _build_changes(augment: AugmentConfig, preprocess: Preprocess, crop: str) -> tuple[Any, Any]:
-    """Build crop and flip, and the change of colour; None for what is left out."""
-    if crop == "none" and augment.hflip == 0 and augment.color_jitter == 0:
-        return None, None
+def _generator(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def _build_jitter(strength: float) -> Any:
+    """Build the change of colour."""
     os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network for a newer version when imported
     import albumentations as A
-    import cv2
 
-    height, width = preprocess.image_size
-    steps: list[Any] = []
-    if crop == "resized":
-        interpolation = cv2.INTER_CUBIC if preprocess.interpolation == "bicubic" else cv2.INTER_LINEAR
-        scale = (augment.crop_min_scale, 1.0)
-        steps.append(
-            A.RandomResizedCrop(
-                (height, width), scale, _CROP_RATIO, interpolation=interpolation, area_for_downscale="image"
-            )
-        )
-    elif crop == "padded" and augment.crop_padding > 0:
-        border = 2 * augment.crop_padding
-        steps.append(A.PadIfNeeded(height + border, width + border, border_mode=cv2.BORDER_REFLECT_101))
-        steps.append(A.RandomCrop(height, width))
-    if augment.hflip > 0:
-        steps.append(A.HorizontalFlip(p=augment.hflip))
-    jitter = None
-    if (strength := augment.color_jitter) > 0:
-        factors = (1 - strength, 1 + strength)
-        jitter = A.ColorJitter(factors, factors, factors, hue=(0.0, 0.0), p=1.0)
-    return A.Compose(steps), jitter
+    factors = (1 - strength, 1 + strength)
+    return A.ColorJitter(factors, factors, factors, hue=(0.0, 0.0), p=1.0)
 
 
 class Mixer:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vitlab.data.decoders import RULES
 from vitlab.data.images import ImageError
 from vitlab.data.loader import default_workers
 from vitlab.data.pixel_store import FORMAT, DamagedStoreError, PixelStore, fill_store, open_store, write_store
@@ -141,7 +142,7 @@ def cache_key(split: Split, preparation: Mapping[str, Any]) -> str:
         heif = metadata.version("pillow-heif")
     except metadata.PackageNotFoundError:
         heif = ""
-    versions = [FORMAT, __version__, PIL.__version__, heif, cv2.__version__, np.__version__, torch.__version__]
+    versions = [FORMAT, RULES, __version__, PIL.__version__, heif, cv2.__version__, np.__version__, torch.__version__]
     digest = hashlib.sha256(json.dumps([versions, dict(preparation)], sort_keys=True).encode())
     for stamp in split.stamps():
         digest.update(b"\0%d\0" % len(stamp))

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from vitlab.data.cifar import download_cifar, find_cifar, load_cifar
-from vitlab.data.folders import LAYOUT, load_folder_split, load_folders
+from vitlab.data.folders import LAYOUT, load_folder_parts, load_folder_split, load_folders
 from vitlab.data.idx import find_idx, load_idx
-from vitlab.data.manifest import is_manifest, load_manifest, load_manifest_split
+from vitlab.data.manifest import is_manifest, load_manifest, load_manifest_parts, load_manifest_split
 from vitlab.data.splits import (
     ArrayData,
     ArraySplit,
@@ -24,7 +24,7 @@ from vitlab.data.splits import (
 )
 from vitlab.errors import InputError
 
-__all__ = ["Dataset", "Split", "SplitName", "files_split", "fingerprint", "load_dataset", "load_split"]
+__all__ = ["Dataset", "Split", "SplitName", "files_split", "fingerprint", "load_dataset", "load_parts", "load_split"]
 
 SplitName = Literal["train", "val", "test", "all"]
 
@@ -60,6 +60,28 @@ def load_dataset(
     if data := _load_arrays(root):
         return _cut_arrays(data, val_fraction=val_fraction, seed=seed)
     return load_folders(Path(root), val_fraction=val_fraction, seed=seed, allow_empty_classes=allow_empty_classes)
+
+
+def load_parts(root: str | Path) -> Dataset:
+    """Read a data set as it lies, also one that training would refuse.
+
+    No validation is cut, and splits may hold different classes, or none of a class.
+
+    Args:
+        root: as for `load_dataset`.
+
+    Returns:
+        The splits that the data set is divided into, or `all`; their labels index the classes of all of them.
+
+    Raises:
+        InputError: there is no such data set, or no image with a class.
+    """
+    if is_manifest(Path(root)):
+        return load_manifest_parts(Path(root))
+    if data := _load_arrays(root):
+        splits: dict[str, Split] = {"train": data.train, "test": data.test}
+        return Dataset(classes=data.classes, splits=splits, native_size=data.native_size)
+    return load_folder_parts(Path(root))
 
 
 def load_split(

@@ -74,6 +74,22 @@ def load_folders(root: Path, *, val_fraction: float, seed: int, allow_empty_clas
     return Dataset(classes=classes, splits=splits, notes=tuple(notes))
 
 
+def load_folder_parts(root: Path) -> Dataset:
+    """Read all parts of a data set as they lie; see `datasets.load_parts`."""
+    parts = _split_folders(root)
+    scans = {name: _scan_classes(folder) for name, folder in (parts or {"all": root}).items()}
+    if not any(scan.count for scan in scans.values()):
+        loose = sum(scan.loose for scan in scans.values())
+        raise InputError(f"{root} holds {loose} images but no class folders with images: {LAYOUT}{_hint(root)}")
+    classes = sorted({name for scan in scans.values() for name in scan.images})
+    notes = _unused(root, parts) + [line for scan in scans.values() for line in scan.notes()]
+    splits = {
+        name: match_classes(scan.split(name), list(scan.images), classes, str(scan.folder))[0]
+        for name, scan in scans.items()
+    }
+    return Dataset(classes=tuple(classes), splits=splits, notes=tuple(notes))
+
+
 def load_folder_split(
     root: Path, split: str, *, classes: Sequence[str], val_fraction: float, seed: int
 ) -> tuple[Split, list[str]]:

@@ -13,7 +13,7 @@ import numpy as np
 from einops import repeat
 from numpy.typing import NDArray
 
-from vitlab.data.images import PIXEL_LIMIT
+from vitlab.data.decoders import PIXEL_LIMIT
 from vitlab.data.splits import ArrayData, ArraySplit
 from vitlab.errors import InputError
 

@@ -1,23 +1,15 @@
-"""Image files: found in folders, and read to upright RGB or refused with a reason.
+"""Image files: found in folders, and read to upright RGB or refused with a reason."""
 
-What a file holds decides how it is read, never its suffix. Alpha is dropped (the colours under it stay as stored),
-colour profiles are not applied, the first frame or page stands for the file, and 16-bit samples are scaled to 8 bits
-(grey rounds sample / 257; of colour Pillow keeps the high byte, at most one level away). EXIF orientation is applied;
-a malformed EXIF block is no reason to refuse whole pixels.
-"""
-
-import io
 import os
 import stat
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 
+from vitlab.data.decoders import Shrink, UnreadableError, decode
 from vitlab.errors import InputError
 
 IMAGE_SUFFIXES = frozenset(
@@ -42,20 +34,12 @@ IMAGE_SUFFIXES = frozenset(
 )
 """What counts as an image in a folder, in any letter case; HEIF counts even where its decoder is not installed."""
 
-PIXEL_LIMIT = 178_956_970
-"""Largest width x height that is decoded: 512 MiB of RGB, and where Pillow by itself refuses a picture as a bomb."""
-
 VISIT_LIMIT = 1000
 """Paths by which links may lead to one folder."""
 
 _FolderId = tuple[int, int]  # device and inode
 
-# Pillow tries every plug-in it has otherwise, down to one that runs Ghostscript.
-_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "AVIF", "TIFF", "PPM", "ICO", "JPEG2000", "TGA")
-_HEIF_BRANDS = frozenset((b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"hevm", b"hevs", b"mif1", b"msf1"))
 _JUNK = frozenset(("thumbs.db", "desktop.ini", "__macosx", "@eadir"))
-_ORIENTATION_TAG = 0x0112
-_PHOTOMETRIC_TAG = 262
 
 
 class ImageError(InputError):
@@ -78,15 +62,25 @@ def read_image(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
         Upright RGB, uint8 (H, W, 3), contiguous and writable.
 
     Raises:
-        ImageError: the file is missing, damaged, cut off, no image, or larger than PIXEL_LIMIT.
+        ImageError: the file is missing, damaged, cut off, no image, or larger than PIXEL_LIMIT or WHOLE_LIMIT.
     """
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait, a device never end
-            raise ImageError(path, "is no regular file")
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ImageError(path, f"cannot be opened: {error.strerror or error}") from None
-    return decode_image(data, path)
+    return decode_image(_read_file(path), path)
+
+
+def read_shrunk(path: str | os.PathLike[str], shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+    """Read an image file, smaller where that is cheaper and wanted.
+
+    Args:
+        path: the file.
+        shrink: tells from the size how much smaller the picture may be.
+
+    Returns:
+        Upright RGB, uint8 (H / s, W / s, 3) rounded up, with s what `shrink` gave or 1; and (H, W).
+
+    Raises:
+        ImageError: as `read_image`.
+    """
+    return _decode(_read_file(path), path, shrink)
 
 
 def decode_image(data: bytes, path: str | os.PathLike[str]) -> NDArray[np.uint8]:
@@ -98,93 +92,24 @@ def decode_image(data: bytes, path: str | os.PathLike[str]) -> NDArray[np.uint8]
     Raises:
         ImageError: as `read_image`.
     """
+    return _decode(data, path, lambda height, width: 1)[0]
+
+
+def _read_file(path: str | os.PathLike[str]) -> bytes:
     try:
-        # Decoders warn of flaws that leave the pixels whole; under -W error a warning would cost the image.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with _open(data, path) as picture:
-                return _upright_rgb(picture, path)
-    except ImageError:
-        raise
-    except UnidentifiedImageError:
-        raise ImageError(path, _unidentified(data)) from None
-    except Image.DecompressionBombError:
-        raise ImageError(path, _too_large("it")) from None
-    except Exception as error:  # a damaged file can make a decoder raise anything
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ImageError(path, f"damaged or not supported: {reason}") from error
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait, a device never end
+            raise ImageError(path, "is no regular file")
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError as error:
+        raise ImageError(path, f"cannot be opened: {error.strerror or error}") from None
 
 
-def _open(data: bytes, path: str | os.PathLike[str]) -> Image.Image:
-    """Read the header alone, and refuse a picture that is too large before its pixels take memory."""
-    if _is_heif(data):
-        try:
-            from pillow_heif import register_heif_opener
-        except ImportError:
-            raise ImageError(path, 'HEIF needs a decoder: pip install "vitlab[heif]"') from None
-        register_heif_opener()
-        picture = Image.open(io.BytesIO(data), formats=("HEIF",))
-    else:
-        picture = Image.open(io.BytesIO(data), formats=_FORMATS)
-    if picture.width * picture.height > PIXEL_LIMIT:
-        raise ImageError(path, _too_large(f"{picture.width}x{picture.height}"))
-    return picture
-
-
-def _too_large(what: str) -> str:
-    return f"{what} claims more than {PIXEL_LIMIT:,} pixels: scale the picture down"
-
-
-def _is_heif(data: bytes) -> bool:
-    if data[4:8] != b"ftyp":
-        return False
-    box = data[8 : min(int.from_bytes(data[:4], "big"), 256)]
-    brands = {box[start : start + 4] for start in range(0, len(box), 4)}
-    return bool(brands & _HEIF_BRANDS) and not brands & {b"avif", b"avis"}
-
-
-def _unidentified(data: bytes) -> str:
-    if not data:
-        return "the file is empty"
-    if data.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the picture itself: run git lfs pull"
-    if data[4:8] == b"ftyp":
-        return "damaged, or larger than the AVIF decoder allows"
-    return "not an image, or its header is damaged"
-
-
-def _upright_rgb(picture: Image.Image, path: str | os.PathLike[str]) -> NDArray[np.uint8]:
-    picture.load()
-    orientation = _orientation(picture)  # after loading: PNG may carry EXIF behind the pixels, TIFF turns by itself
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PPM"):
-        grey = (np.asarray(picture).astype(np.uint32) + 128) // 257
-        if picture.format == "TIFF" and getattr(picture, "tag_v2", {}).get(_PHOTOMETRIC_TAG) == 0:
-            grey = 255 - grey  # white is zero; Pillow turns that round for 8 bits only
-        pixels = np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
-    elif picture.mode in ("I", "F"):
-        raise ImageError(path, f"32-bit samples (mode {picture.mode}) have no one right brightness: save 8 or 16 bits")
-    else:
-        pixels = np.array(picture if picture.mode == "RGB" else picture.convert("RGB"))
-    return _turn(pixels, orientation)
-
-
-def _orientation(picture: Image.Image) -> int:
+def _decode(data: bytes, path: str | os.PathLike[str], shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, int]]:
     try:
-        value = picture.getexif().get(_ORIENTATION_TAG, 1)
-    except Exception:  # EXIF is as damaged as it likes
-        return 1
-    return value if value in range(1, 9) else 1
-
-
-def _turn(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Undo an EXIF orientation: 2-4 mirror, 5-8 swap the axes first."""
-    if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
+        return decode(data, shrink)
+    except UnreadableError as error:
+        raise ImageError(path, str(error)) from error.__cause__
 
 
 def list_images(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Path], list[Path]]:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from vitlab.checks import require
+from vitlab.data.augment import TrainTransform
 from vitlab.data.images import ImageError
 from vitlab.data.sampling import Key, KeySampler
 from vitlab.data.splits import Split
@@ -51,6 +52,16 @@ class Batch:
     errors: tuple[ImageError, ...] = ()
     """What could not be read, and is not among the images."""
 
+    def blank(self) -> "Batch":
+        """Give a batch of one black image of class 0, for the device and dtype of these, of which there may be none."""
+        return replace(
+            self,
+            images=self.images.new_zeros(1, *self.images.shape[1:]),
+            labels=self.labels.new_zeros(1),
+            indices=self.indices.new_zeros(1),
+            errors=(),
+        )
+
     def pin_memory(self) -> "Batch":
         """Move to page-locked memory; DataLoader calls this."""
         return replace(
@@ -62,9 +73,12 @@ class Batch:
 
 
 def default_workers() -> int:
-    """Give the number of loader processes where none is set: one less than the cores we may use, at most 8."""
+    """Give the number of loader processes where none is set: one less than the cores we may use, at most 8.
+
+    Processes that torchrun has started side by side share the cores.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores - 1, _MAX_WORKERS)
+    return max(min(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, _MAX_WORKERS), 0)
 
 
 class Loader:
@@ -86,6 +100,7 @@ class Loader:
         repeats: int = 1,
         balanced: bool = False,
         on_error: Literal["stop", "skip"] = "stop",
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         """Set up a loader; nothing is read yet.
 
@@ -102,6 +117,8 @@ class Loader:
                 often over the epochs. Needs `shuffle`.
             on_error: at an image that cannot be read, `stop` raises its ImageError, `skip` leaves it out and puts
                 the error into the batch.
+            part: (place, number of places): give that part of each batch alone, as one of several processes does; it
+                may be empty.
 
         Raises:
             InputError: repeats or balance without `shuffle`.
@@ -111,7 +128,9 @@ class Loader:
         self.batch_size = batch_size
         self.workers = default_workers() if workers is None else workers
         self.on_error = on_error
-        self._keys = KeySampler(split.labels, batch_size, seed, shuffle=shuffle, repeats=repeats, balanced=balanced)
+        self._keys = KeySampler(
+            split.labels, batch_size, seed, shuffle=shuffle, repeats=repeats, balanced=balanced, part=part
+        )
         self._close_at_exit = partial(_close, weakref.ref(self))  # weak: a forgotten loader is still collected
         self._loader: DataLoader[Batch] = DataLoader(
             _Samples(split, transform, seed),
@@ -232,9 +251,13 @@ class _Samples(TorchDataset[Batch]):
         )
 
     def _load(self, index: int, seed: int) -> NDArray[np.uint8]:
-        image = self.split.read(index)
+        if isinstance(self.transform, TrainTransform):
+            image, full_size = self.split.read_shrunk(index, partial(self.transform.shrink, seed=seed))
+            transform: Transform = partial(self.transform, full_size=full_size)
+        else:
+            image, transform = self.split.read(index), self.transform
         try:
-            return self.transform(image, seed)
+            return transform(image, seed)
         except InputError as error:  # pixels that the transform cannot take, such as a ribbon
             raise ImageError(self.split.paths[index], str(error)) from None
 

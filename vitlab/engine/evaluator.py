@@ -20,9 +20,11 @@ from vitlab.engine.calibration import (
     calibration_bins,
     calibration_gap,
     fit_temperature,
+    in_order,
     join,
     score_images,
 )
+from vitlab.engine.distributed import ALONE, Processes
 from vitlab.engine.objectives import NATS, Objective, Step
 from vitlab.engine.statistics import Interval, bootstrap_intervals, wilson_interval
 from vitlab.models.network import device_of
@@ -87,6 +89,19 @@ class Scores:
         pairs = torch.from_numpy((images.label * K + images.predicted)[finite])
         self.confusion += torch.bincount(pairs, minlength=K * K).view(K, K)
         self.top_k_correct += 0 if self.k is None else int(images.in_top_k.sum())
+
+    def absorb(self, other: "Scores") -> None:
+        """Count the images of another process, none of which are among these, and keep all in the split's order."""
+        self.errors.extend(other.errors)
+        self.count += other.count
+        self.loss_sum += other.loss_sum
+        for name, total in other.part_sums.items():
+            self.part_sums[name] = self.part_sums.get(name, 0.0) + total
+        self.top_k_correct += other.top_k_correct
+        self.confusion += other.confusion
+        self._raw = in_order(self._raw + other._raw)
+        self._calibrated = in_order(self._calibrated + other._calibrated)
+        self.logits.absorb(other.logits)
 
     @property
     def classifies(self) -> bool:
@@ -259,6 +274,7 @@ def evaluate(
     preprocess: Preprocess,
     weights: WeightsKind = "raw",
     temperature: float = 1.0,
+    processes: Processes = ALONE,
     on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
     """Score an objective's network in float32 over batches of uint8 images.
@@ -273,10 +289,12 @@ def evaluate(
         preprocess: the model's own.
         weights: which weights the network holds, for the record.
         temperature: the model file's, for the calibrated scores beside the network's own.
+        processes: those that share the images; each has a part of every batch, and gets the scores of all images.
         on_batch: told the number of images after each batch.
 
     Raises:
         InputError: no image could be read.
+        PeerLost: another process has ended.
     """
     device = device_of(objective)
     was_training = objective.training
@@ -290,10 +308,17 @@ def evaluate(
                 scores.add(batch, objective(batch))
             else:
                 scores.errors.extend(batch.errors)
+                if processes.count > 1:  # the others may wait in it for this one's share of the parameters
+                    objective(batch.blank())
             if on_batch is not None:
-                on_batch(len(batch.labels) + len(batch.errors))
+                on_batch((len(batch.labels) + len(batch.errors)) * processes.count)
     finally:
         objective.train(was_training)
+    own, *others = processes.gather(scores)
+    if others:
+        scores = own  # of process 0 on all of them
+        for other in others:
+            scores.absorb(other)
     if not scores.count:
         raise scores.errors[0] if scores.errors else AssertionError("a loader without images")
     return scores

@@ -4,9 +4,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,13 +16,14 @@ from torch import Tensor
 from vitlab.config import TrainConfig, WeightsKind
 from vitlab.data.loader import Batch
 from vitlab.engine.device import describe_machine, is_out_of_memory
+from vitlab.engine.distributed import is_launched, is_main_process, of_all, whole, whole_state
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.objectives import Objective
 from vitlab.engine.run_folder import RunFolder
-from vitlab.engine.state import capture, list_states, load_state, restore, save_state
+from vitlab.engine.state import capture, drop_old_states, list_states, load_state, restore, save_state
 from vitlab.engine.state_writer import StateWriter
 from vitlab.engine.tensorboard import EVENTS_NAME
-from vitlab.errors import InputError, Interrupted, NonFinite, RunError
+from vitlab.errors import InputError, Interrupted, NonFinite, PeerLost, RunError
 from vitlab.models.network import Network
 
 if TYPE_CHECKING:
@@ -37,9 +37,16 @@ class SaveModel(Protocol):
     """Writes a model file; knows the run's classes, preprocessing and data."""
 
     def __call__(
-        self, path: Path, network: Network, *, metrics: dict[str, Any], weights: WeightsKind, temperature: float
+        self,
+        path: Path,
+        network: Network,
+        *,
+        state: Mapping[str, Tensor],
+        metrics: dict[str, Any],
+        weights: WeightsKind,
+        temperature: float,
     ) -> None:
-        """Write a network's present weights to `path`."""
+        """Write a network's weights, which `state` holds whole, to `path`."""
 
 
 class Keeper:
@@ -104,11 +111,12 @@ class Keeper:
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader process so young that it does not ignore signals yet
             return
-        if self.signalled:
+        if self.signalled and not is_launched():  # a launcher passes on what a process may have got by itself, too
             raise KeyboardInterrupt
         self._signal = number
-        name = signal.Signals(number).name
-        os.write(2, f"\nvitlab: {name}: finishing the step and saving; once more stops at once\n".encode())
+        name, again = signal.Signals(number).name, "" if is_launched() else "; once more stops at once"
+        if is_main_process():
+            os.write(2, f"\nvitlab: {name}: finishing the step and saving{again}\n".encode())
 
     def started(self, trainer: "Trainer") -> None:
         """Save the state of step 0: it tells a run that ended in its first epoch from one that must not be touched."""
@@ -124,7 +132,7 @@ class Keeper:
         """
         self.writer.check()
         self.heed_signal(trainer)
-        if self._is_due(trainer.progress.step) and not epoch_ends:
+        if not epoch_ends and self._is_due(trainer):
             self._save(trainer)
 
     @property
@@ -133,13 +141,18 @@ class Keeper:
         return self._signal is not None
 
     def heed_signal(self, trainer: "Trainer") -> None:
-        """End where a signal has come; an evaluation that this cuts short is made again by the run that goes on.
+        """End where a signal has come to any process; an evaluation that this cuts short is made again later.
 
         Raises:
             Interrupted: a signal came, and the state is saved.
         """
-        if self.signalled:
-            raise self._interrupted(self._save(trainer))
+        if self._signal_came(trainer):
+            raise self._interrupted(trainer, self._save(trainer))
+
+    def _signal_came(self, trainer: "Trainer") -> bool:
+        signals = [int(row[0]) for row in trainer.processes.gather_numbers(self._signal or 0)]
+        self._signal = next((number for number in signals if number), None)
+        return self.signalled
 
     def fetching(self, trainer: "Trainer", batches: Iterable[_T]) -> Iterator[_T]:
         """Pass batches on, between steps or in an evaluation; keep all steps where one cannot be had.
@@ -149,13 +162,15 @@ class Keeper:
             InputError: an image cannot be read; it names the state.
             RunError: a loader process died; it names the state.
         """
-        iterator = iter(batches)
+        iterator = trainer.processes.in_step(batches)
         while True:
             self.heed_signal(trainer)
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            except PeerLost:
+                raise
             except (InputError, RunError) as error:
                 raise self._with_state(trainer, error) from error
             yield batch
@@ -189,16 +204,18 @@ class Keeper:
                 f"{what} with train.batch_size {trainer.config.batch_size}: {'; '.join((self.what_is_safe(), *advice))}"
             ) from error
 
-    def _is_due(self, step: int) -> bool:
-        if self.every_steps is not None and step % self.every_steps == 0:
+    def _is_due(self, trainer: "Trainer") -> bool:
+        if self.every_steps is not None and trainer.progress.step % self.every_steps == 0:
             return True
-        return self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
+        if (minutes := self.every_minutes) is None:
+            return False
+        return trainer.processes.on_main(lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def epoch_ended(self, trainer: "Trainer") -> None:
         """Save the state with which the next epoch begins."""
         path = self._save(trainer)
-        if self.signalled and not trainer.done:
-            raise self._interrupted(path)
+        if self._signal_came(trainer) and not trainer.done:
+            raise self._interrupted(trainer, path)
 
     def evaluated(self, trainer: "Trainer", scored: list[tuple[Objective, Scores]]) -> None:
         """Write the last model file and, where scores are the best so far, the best one.
@@ -213,19 +230,24 @@ class Keeper:
             summary = scores.summary()
             metrics = {"step": progress.step, "epoch": progress.epoch + 1, "split": "val", **summary}
             rank = objective.rank(summary)
-            save = partial(
-                self.save_model,
-                network=objective.network,
-                metrics=metrics,
-                weights=scores.weights,
-                temperature=scores.fit_temperature(),
-            )
-            if progress.best_rank is None or rank > progress.best_rank:
-                save(self.folder.best)
+            is_best = progress.best_rank is None or rank > progress.best_rank
+            paths = [self.folder.best] if is_best else []
+            paths += [self.folder.last] if scores.weights == "raw" else []
+            state = whole_state(objective.network, trainer.processes)
+            if paths and trainer.processes.is_main:
+                temperature = scores.fit_temperature()
+                for path in paths:
+                    self.save_model(
+                        path,
+                        objective.network,
+                        state=state,
+                        metrics=metrics,
+                        weights=scores.weights,
+                        temperature=temperature,
+                    )
+            if is_best:
                 progress.best_rank, progress.best_step = rank, progress.step
                 progress.best_weights = scores.weights
-            if scores.weights == "raw":
-                save(self.folder.last)
         progress.stale = 0 if progress.best_step == progress.step else progress.stale + 1
 
     def resume(self, trainer: "Trainer", path: Path) -> list[str]:
@@ -234,26 +256,31 @@ class Keeper:
         Returns:
             What is another here than where the state was made, and makes the last bits differ.
         """
-        tensors, record = load_state(path)
-        trainer.progress = restore(
-            tensors, record, trainer.objective, trainer.optimizer, trainer.scaler, trainer.averaged
-        )
-        before, here = record["machine"], describe_machine()
+        parts = trainer.objective, trainer.optimizer, trainer.scaler
+        if trainer.wrapped.is_sharded:
+            from vitlab.engine.shards import load_shards  # not before: torch's checkpoints take long to import
+
+            tensors, record = load_shards(path, *parts, trainer.processes)
+        else:
+            tensors, record = load_state(path)
+        trainer.progress = restore(tensors, record, *parts, trainer.averaged)
+        before, here = record["machine"], self._machine(trainer)
         return [f"{key} was {before.get(key)}, is {here[key]}" for key in here if before.get(key) != here[key]]
 
     def failed(self, trainer: "Trainer", micro_batches: list[Batch], failure: NonFinite) -> RunError:
         """Keep the step that failed, with the state before it, for `vitlab replay`, and give the error to raise."""
         step = trainer.progress.step
         path = self.folder.path / f"crash-{step + 1}"
+        parts = trainer.processes.gather([batch.indices.tolist() for batch in micro_batches])
         crash = {
             "what": str(failure),
-            "indices": [batch.indices.tolist() for batch in micro_batches],
+            "indices": [of_all(micro_batch) for micro_batch in zip(*parts, strict=True)],
             "gradient_norms": gradient_norms(trainer.objective.network),
         }
         safe = self.what_is_safe()
         try:
             self.writer.wait()
-            save_state(path, *self._snapshot(trainer, crash=crash))
+            self._write(trainer, path, *self._snapshot(trainer, crash=crash))
             kept = f"vitlab replay {path} makes it again"
         except RunError as error:
             kept = f"the step could not be kept ({error})"
@@ -270,9 +297,10 @@ class Keeper:
         names = ", ".join(str(path) for path in kept + states)
         return f"kept are {names}" if names else "nothing had been saved yet"
 
-    def _interrupted(self, state: Path) -> Interrupted:
+    def _interrupted(self, trainer: "Trainer", state: Path) -> Interrupted:
         assert self._signal is not None
         self.writer.wait()
+        trainer.processes.gather_numbers(0)  # the first to end takes the others with it
         name, folder = signal.Signals(self._signal).name, self.folder.path
         return Interrupted(
             f"{name}: state saved in {state}; to go on: "
@@ -282,16 +310,35 @@ class Keeper:
     def _save(self, trainer: "Trainer") -> Path:
         trainer.monitor.flush()  # a state's past must be on the disk's side of a kill: what goes on adds to it
         step = trainer.progress.step
-        self.writer.start(step, *self._snapshot(trainer))
+        path, snapshot = self.folder.resume / f"step-{step}", self._snapshot(trainer)
+        if trainer.wrapped.is_sharded:
+            self._write(trainer, path, *snapshot)
+            if trainer.processes.is_main:
+                drop_old_states(self.folder.resume, keep=self.writer.keep)
+        elif trainer.processes.is_main:
+            self.writer.start(step, *snapshot)
         self._saved_at = time.monotonic()
-        return self.folder.resume / f"step-{step}"
+        return path
+
+    def _write(self, trainer: "Trainer", path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        """Write a state at once: each process its shards, or process 0 all that it holds whole."""
+        if trainer.wrapped.is_sharded:
+            from vitlab.engine.shards import save_shards
+
+            save_shards(path, tensors, record, trainer.processes)
+        elif trainer.processes.is_main:
+            save_state(path, tensors, record)
 
     def _snapshot(self, trainer: "Trainer", **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Give the live tensors and the record of where the trainer stands."""
         tensors, record = capture(
             trainer.objective, trainer.optimizer, trainer.scaler, trainer.progress, trainer.averaged
         )
-        return tensors, {**record, "run": self.run, "machine": describe_machine(), **more}
+        return tensors, {**record, "run": self.run, "machine": self._machine(trainer), **more}
+
+    def _machine(self, trainer: "Trainer") -> dict[str, Any]:
+        several = {"processes": trainer.processes.count, "parallel": trainer.config.parallel}
+        return describe_machine() | (several if trainer.processes.count > 1 else {"processes": 1})
 
 
 def memory_advice(config: TrainConfig, *, is_full_precision: bool) -> list[str]:
@@ -313,6 +360,6 @@ def gradient_norms(network: Network) -> dict[str, float | str]:
             parts.setdefault(names[id(parameter)].split(".")[0], []).append(parameter)
     norms: dict[str, float | str] = {}
     for name, parameters in parts.items():
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).item()
         norms[name] = norm if math.isfinite(norm) else str(norm)
     return norms

@@ -28,6 +28,7 @@ _FREE = (
     "train.checkpoint_every_minutes",
     "train.keep_states",
     "train.grad_checkpointing",
+    "train.parallel",
     "data.download",
     "data.root",  # where the images lie; the fingerprint tells whether they are the same
     "data.on_error",
@@ -68,8 +69,9 @@ class RunFolder:
         """Make the folder and keep other runs out of it; one that nothing was written into goes again.
 
         Raises:
-            InputError: another run is in the folder, or nothing can be written there.
+            InputError: another run is in the folder, it holds links, or nothing can be written there.
         """
+        self._refuse_links()
         made = self._made or tuple(path for path in (self.path, self.path.parent) if not path.exists())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -100,6 +102,16 @@ class RunFolder:
                     for path in made:
                         with suppress(OSError):  # somebody else has put something there
                             path.rmdir()
+
+    def _refuse_links(self) -> None:
+        """Raise InputError where a file of the run is a link: a folder from elsewhere must not choose what is written.
+
+        The folder itself may be one, which its owner gave.
+        """
+        links = [path for path in vars(self).values() if isinstance(path, Path) and path != self.path]
+        for path in links:
+            if path.is_symlink():
+                raise InputError(f"{path} is a link to {path.readlink()}: put what it stands for in its place")
 
     def _half_written(self) -> list[Path]:
         """Find what a killed process left of a file that it was writing: ours, and those that safetensors renames."""
@@ -221,10 +233,20 @@ def _states_at(path: Path) -> list[Path]:
 def _newest_whole(states: list[Path], say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
     for state in states:
         try:
-            return state, load_state(state)[1]
+            record = load_state(state)[1]
+            require_run(state, record)
+            return state, record
         except InputError as error:
             say(f"passed over: {error}")
     raise InputError(f"no state in {states[0].parent} is whole: start anew in another train.run_dir")
+
+
+def require_run(state: Path, record: dict[str, Any]) -> None:
+    """Raise InputError where a state does not say which run it is of; a whole one from elsewhere may hold anything."""
+    run = record.get("run")
+    parts = [run.get(part, 0) for part in ("config", "data", "preprocess")] if isinstance(run, dict) else []
+    if [type(part) for part in parts] != [dict] * 3 or not isinstance(parts[1].get("counts"), dict):
+        raise InputError(f"state {state} does not say which run it is of: take another")
 
 
 def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say: Callable[[str], None]) -> None:

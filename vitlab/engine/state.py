@@ -10,6 +10,8 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from vitlab.config import WeightsKind
 from vitlab.disk import flush
 from vitlab.engine.objectives import Objective
 from vitlab.errors import InputError, RunError
+from vitlab.parsing import parse_json
 
 FORMAT = 2
 _NAME = re.compile(r"(?:\.old-)?step-(\d+)")
@@ -75,7 +78,7 @@ def capture(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    progress: Progress,
+    progress: Progress | None,
     ema: Objective | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Give what a state holds.
@@ -89,7 +92,7 @@ def capture(
     state = optimizer.state_dict()
     groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
     packed = _pack({"state": state["state"], "groups": groups}, "optimizer", tensors)
-    return tensors, {"progress": asdict(progress), "optimizer": packed, "scaler": scaler.state_dict()}
+    return tensors, {"progress": progress and asdict(progress), "optimizer": packed, "scaler": scaler.state_dict()}
 
 
 def restore(
@@ -104,7 +107,24 @@ def restore(
 
     Returns:
         The progress that the state records.
+
+    Raises:
+        InputError: the values do not fit; the parts are then of no use.
     """
+    try:
+        return _restore(tensors, record, objective, optimizer, scaler, ema)
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"the state does not fit the run: {str(error).splitlines()[0]}; start anew") from error
+
+
+def _restore(
+    tensors: dict[str, Tensor],
+    record: dict[str, Any],
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ema: Objective | None,
+) -> Progress:
     objective.load_state_dict(_under("model.", tensors))
     if ema is not None:
         ema.load_state_dict(_under("ema.", tensors))
@@ -159,7 +179,7 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
     Raises:
         RunError: it cannot be written; the states before it are whole.
     """
-    aside, old = (path.with_name(f"{prefix}{path.name}") for prefix in (".new-", ".old-"))
+    aside = path.with_name(f".new-{path.name}")
     try:
         if not path.parent.is_dir():
             path.parent.mkdir()
@@ -168,18 +188,7 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
         aside.mkdir()
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, aside / "tensors.safetensors")
-        with (aside / "tensors.safetensors").open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        digests = {"tensors": digest, "record": _digest(record)}
-        (aside / "state.json").write_bytes(_to_json({"format": FORMAT, "sha256": digests, "record": record}))
-        for written in (aside / "tensors.safetensors", aside / "state.json", aside):
-            flush(written)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        aside.rename(path)
-        flush(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        finish_state(path, aside, {"tensors": digest_of(aside / "tensors.safetensors")}, record)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"cannot write the state {path}: {reason}; the states before it are whole") from error
@@ -187,30 +196,108 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def finish_state(path: Path, aside: Path, digests: dict[str, Any], record: dict[str, Any]) -> None:
+    """Add the record to a folder with a state's tensors, and put it in the state's place once it is on the disk.
+
+    Args:
+        path: the state; one that is there already is replaced.
+        aside: the folder, beside it.
+        digests: SHA-256 of the tensors' file under `tensors`, or of several by their names under `shards`.
+        record: as of `capture`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    old = path.with_name(f".old-{path.name}")
+    content = {"format": FORMAT, "sha256": {**digests, "record": _digest(record)}, "record": record}
+    (aside / "state.json").write_bytes(_to_json(content))
+    for written in (*sorted(aside.iterdir()), aside):
+        flush(written)
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    aside.rename(path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def digest_of(path: Path) -> str:
+    """Give the SHA-256 of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a state's tensors and record.
+    """Read a state's tensors and record; the tensors are whole, whoever wrote them.
 
     Raises:
         InputError: the state is incomplete, damaged or of a newer format.
     """
-    try:
-        written = (path / "state.json").read_bytes()
-        content = json.loads(written.decode())
-        if content["format"] != FORMAT:
-            raise InputError(
-                f"state {path} has format {content['format']}, and this vitlab goes on from {FORMAT} alone"
-            )
+    with _whole_or_refused(path):
+        content = _read_content(path)
+        if "shards" in content["sha256"]:
+            from vitlab.engine.shards import load_whole
+
+            _check_shards(path, content)
+            return load_whole(path), content["record"]
         data = (path / "tensors.safetensors").read_bytes()
-        for part, digest in (("tensors", hashlib.sha256(data).hexdigest()), ("record", _digest(content["record"]))):
-            if digest != content["sha256"][part]:
-                raise InputError(f"state {path} is damaged: its {part} does not have the recorded SHA-256")
-        if written != _to_json(content):  # 1E-5 reads as 1e-5, and still a bit has flipped
-            raise InputError(f"state {path} is damaged: its state.json is not as it was written")
+        _check(path, "tensors", hashlib.sha256(data).hexdigest(), content["sha256"]["tensors"])
         return load(data), content["record"]
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a state's record alone, and make sure that its tensors are whole.
+
+    Raises:
+        InputError: as `load_state`.
+    """
+    with _whole_or_refused(path):
+        content = _read_content(path)
+        if "shards" in content["sha256"]:
+            _check_shards(path, content)
+        else:
+            _check(path, "tensors", digest_of(path / "tensors.safetensors"), content["sha256"]["tensors"])
+        record: dict[str, Any] = content["record"]
+        return record
+
+
+@contextmanager
+def _whole_or_refused(path: Path) -> Iterator[None]:
+    try:
+        yield
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError, SafetensorError) as error:
         raise InputError(f"state {path} is incomplete or damaged: {error}") from error
+
+
+def _read_content(path: Path) -> dict[str, Any]:
+    if odd := [file.name for file in path.iterdir() if not file.is_file()]:  # a pipe or a device would never end
+        raise InputError(f"state {path} is damaged: {odd[0]} is no regular file")
+    written = (path / "state.json").read_bytes()
+    content: dict[str, Any] = parse_json(written.decode())
+    if content["format"] != FORMAT:
+        raise InputError(f"state {path} has format {content['format']}, and this vitlab goes on from {FORMAT} alone")
+    _check(path, "record", _digest(content["record"]), content["sha256"]["record"])
+    if written != _to_json(content):  # 1E-5 reads as 1e-5, and still a bit has flipped
+        raise InputError(f"state {path} is damaged: its state.json is not as it was written")
+    return content
+
+
+def _check_shards(path: Path, content: dict[str, Any]) -> None:
+    shards = content["sha256"]["shards"]
+    there = sorted(file.name for file in path.glob("*.safetensors"))
+    if there != sorted(shards):
+        raise InputError(
+            f"state {path} is damaged: it holds {', '.join(there)} in place of {', '.join(sorted(shards))}"
+        )
+    for name, digest in shards.items():
+        _check(path, name, digest_of(path / name), digest)
+
+
+def _check(path: Path, part: str, found: str, recorded: str) -> None:
+    if found != recorded:
+        raise InputError(f"state {path} is damaged: its {part} does not have the recorded SHA-256")
 
 
 def _to_json(content: dict[str, Any]) -> bytes:

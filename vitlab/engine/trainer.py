@@ -19,6 +19,7 @@ from vitlab.data.augment import Mixer
 from vitlab.data.loader import Batch, Loader
 from vitlab.data.preprocess import Preprocess
 from vitlab.engine.device import autocast_dtype
+from vitlab.engine.distributed import ALONE, Processes, Wrapped, of_all, whole
 from vitlab.engine.evaluator import Scores, evaluate
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor, StepReport
@@ -60,6 +61,7 @@ class Trainer:
         clip_grad: largest norm of the whole gradient, or None.
         keeper: saves files and states.
         monitor: shows and logs.
+        processes: those that train together. Each calls the same methods; the loaders give each its part of a batch.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class Trainer:
         clip_grad: float | None,
         keeper: Keeper,
         monitor: Monitor,
+        processes: Processes = ALONE,
     ) -> None:
         self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
         self.data, self.config, self.clip_grad = data, config, clip_grad
-        self.keeper, self.monitor = keeper, monitor
+        self.keeper, self.monitor, self.processes = keeper, monitor, processes
+        self.wrapped = Wrapped(objective, processes, config.parallel)
         self.device = device_of(objective)
         self.autocast = autocast_dtype(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.autocast == torch.float16)
@@ -145,30 +149,38 @@ class Trainer:
 
     def train_step(self, micro_batches: list[Batch]) -> StepReport:
         """Make one optimizer step on the mean loss over all images of its micro-batches."""
-        progress = self.progress
+        progress, processes = self.progress, self.processes
         lr = self.schedule(progress.step)
         set_lr(self.optimizer, lr)
-        total = sum(len(batch.labels) for batch in micro_batches)
-        loss_sum, correct = 0.0, 0
+        total = int(processes.sum(sum(len(batch.labels) for batch in micro_batches))[0])
+        loss_sum, correct = 0.0, 0.0
         for index, batch in enumerate(micro_batches):
             # Keyed by place, not by history: a resumed run and an unbroken one draw the same masks and mixes.
-            torch.manual_seed(derive_seed(self.config.seed, "step", progress.step, index))
-            if len(batch.labels):
-                batch = self.prepare(batch)
-                with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                    step = self.objective(batch)
-                self.scaler.scale(step.loss * (len(batch.labels) / total)).backward()
-                loss_sum += step.loss.item() * len(batch.labels)
+            place = (index, processes.rank) if processes.rank else (index,)
+            torch.manual_seed(derive_seed(self.config.seed, "step", progress.step, *place))
+            B = len(batch.labels)
+            if B or (processes.count > 1 and total):  # gradients are exchanged by all, or by none
+                batch = self.prepare(batch if B else batch.blank())
+                with self.wrapped.syncing(is_last=index == len(micro_batches) - 1):
+                    with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                        step = self.wrapped(batch)
+                    # The mean over the processes makes of these shares the mean over all images.
+                    self.scaler.scale(step.loss * (processes.count * B / total)).backward()
+            if B:
+                loss_sum += step.loss.item() * B
                 correct += _count_correct(step.outputs, batch.labels)
-            self.monitor.unreadable(batch.errors)
+        errors = [error for batch in micro_batches for error in batch.errors]
+        loss_sum, correct, skipped = processes.sum(loss_sum, correct, len(errors))
+        if skipped:
+            self.monitor.unreadable(of_all(processes.gather(errors)))
         grad_norm = self._update(loss_sum) if total else 0.0
         progress.lr, progress.grad_norm = lr, grad_norm
         progress.step += 1
         progress.batch += len(micro_batches)
         progress.seen += total
-        progress.skipped += sum(len(batch.errors) for batch in micro_batches)
+        progress.skipped += int(skipped)
         progress.loss_sum += loss_sum
-        progress.correct += correct
+        progress.correct += int(correct)
         return StepReport(loss=loss_sum / total if total else 0.0, lr=lr, grad_norm=grad_norm, images=total)
 
     def prepare(self, batch: Batch) -> Batch:
@@ -201,6 +213,7 @@ class Trainer:
                 classes=self.data.classes,
                 preprocess=self.data.preprocess,
                 weights=weights,
+                processes=self.processes,
                 on_batch=on_batch,
             )
         if not math.isfinite(scores.loss):
@@ -215,7 +228,7 @@ class Trainer:
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad, norm)
-        grad_norm, step = norm.item(), self.progress.step + 1
+        grad_norm, step = whole(norm).item(), self.progress.step + 1
         # A loss scaler skips the step of an overflown gradient and lowers its scale; without one it is the end.
         if not math.isfinite(loss_sum) or not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
             what = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"gradient norm is {grad_norm}"

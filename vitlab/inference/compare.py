@@ -211,6 +211,7 @@ def _score(options: CompareOptions, model: ModelFile, own: Scored, label: str, p
 def pairs_table(result: Mapping[str, Any]) -> "Table":
     """Give the pairs of a `Comparison.to_dict()` as a table: who was right alone, and the difference in points."""
     from rich.table import Table
+    from rich.text import Text
 
     several = len(result["pairs"]) > 1
     table = Table(*(["seed"] if several else []), "A", "B", "A only", "B only", "McNemar", "A - B in points")
@@ -220,7 +221,7 @@ def pairs_table(result: Mapping[str, Any]) -> "Table":
     for pair in result["pairs"]:
         alone = (str(pair["only_a_right"]), str(pair["only_b_right"]), f"{pair['mcnemar_p']:.2g}")
         tops = (percent(pair[side]["top1"]) for side in ("a", "b"))
-        name = [pair["name"].removeprefix("seed-")] if several else []
+        name = [Text(printable(pair["name"].removeprefix("seed-")))] if several else []
         table.add_row(*name, *tops, *alone, points(pair["difference"], pair["interval"]))
     if several:
         means = (percent(float(np.mean([pair[side]["top1"] for pair in result["pairs"]]))) for side in ("a", "b"))

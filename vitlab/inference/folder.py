@@ -5,13 +5,14 @@ likeliest class first. A row has either an error (why the image could not be rea
 in CSV and null elsewhere. Probabilities are float32, written with the fewest digits that give them back.
 
 Names are UTF-8; bytes of a file name that are not appear as `\xff`. In CSV a name that a spreadsheet would run as a
-formula, one that starts with `=`, `+`, `-`, `@`, a tab or a line break, is preceded by an apostrophe; the other
-formats leave it as it is.
+formula, one that starts with `=`, `+`, `-`, `@` (or their wide forms), a tab or a line break, is preceded by an
+apostrophe, and so is what follows a `;`, a tab or a line break within it in that way; the other formats leave it as is.
 """
 
 import csv
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from vitlab.data.images import ImageError, list_images
 from vitlab.data.loader import Batch, Loader
 from vitlab.data.preprocess import EvalTransform
 from vitlab.disk import replacing
+from vitlab.engine.distributed import ALONE, Processes
 from vitlab.errors import InputError, RunError
 from vitlab.inference.predictor import Predictor
 from vitlab.text import printable
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+# What a spreadsheet would run: where a cell begins, and where one would begin that takes ; or tabs to part cells.
+_FORMULA = re.compile(r"""(^|[;\t\r\n]["' ]*)(?=[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])""")
 _PARQUET_ROWS = 10_000
 """Rows of a row group: Parquet compresses whole groups, and a group is what memory holds."""
 
@@ -74,6 +77,7 @@ def predict_files(
     out: Path | None = None,
     top_k: int = 5,
     workers: int | None = 0,
+    processes: Processes = ALONE,
     progress: "Progress | None" = None,
 ) -> Predictions:
     """Classify image files and the images in folders; an unreadable one becomes a row with an error.
@@ -86,6 +90,7 @@ def predict_files(
         out: `.csv`, `.jsonl` or `.parquet`; its folder is made where it is missing. None gives the rows back.
         top_k: classes in a row, at most as many as the model knows.
         workers: loader processes, which change no row; None leaves the number to the loader.
+        processes: those that share the images; process 0 gets and writes all rows, the others give none back.
         progress: a bar to add a task to.
 
     Raises:
@@ -103,19 +108,22 @@ def predict_files(
         batch_size=predictor.batch_size,
         workers=workers,
         on_error="skip",
+        part=processes.part,
     )
     task = None if progress is None else progress.add_task("predicting", total=len(split))
     top_k = min(top_k, len(predictor.classes))
     count = 0
     errors: list[ImageError] = []
     kept: list[Prediction] = []
-    with closing(loader), _writing(out, top_k, kept) as write:
-        for batch, probabilities in predictor.predict_batches(loader.epoch(0)):
-            write(_rows(batch, probabilities, split.paths, predictor.classes, top_k))
-            count += len(probabilities)
-            errors.extend(batch.errors)
-            if progress is not None and task is not None:
-                progress.advance(task, len(probabilities) + len(batch.errors))
+    with closing(loader), _writing(out if processes.is_main else None, top_k, kept) as write:
+        for batch, probabilities in predictor.predict_batches(processes.in_step(loader.epoch(0))):
+            own = _rows(batch, probabilities, split.paths, predictor.classes, top_k), batch.errors
+            for rows, failures in processes.gather_on_main(own):
+                write(rows)
+                count += len(rows) - len(failures)
+                errors.extend(failures)
+                if progress is not None and task is not None:
+                    progress.advance(task, len(rows))
     return Predictions(count, tuple(errors), len(ignored), tuple(kept))
 
 
@@ -213,7 +221,7 @@ class _CsvTable:
 
     @staticmethod
     def _harmless(cell: str | float | None) -> str | float | None:
-        return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA_STARTS) else cell
+        return _FORMULA.sub(r"\1'", cell) if isinstance(cell, str) else cell
 
 
 class _LineFeeds:

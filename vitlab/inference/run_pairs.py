@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from vitlab.engine.run_folder import RunFolder, flatten
 from vitlab.errors import InputError
 from vitlab.models.files import checkpoint_path
+from vitlab.parsing import check_yaml
 
 _Configs: TypeAlias = Sequence[tuple[dict[str, Any] | None, ...]]
 """Of each pair the configurations of A and B, None where there is none."""
@@ -51,8 +52,10 @@ def read_config(run: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, AttributeError) as error:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        return flatten(yaml.safe_load(text))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read ({reason}): restore it, or give the model files") from error
 

@@ -10,7 +10,8 @@ from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import differing_tensors
 from vitlab.engine.tensorboard import EVENTS_NAME, read_events
 from vitlab.errors import InputError
-from vitlab.models.files import checkpoint_path, read_safetensors
+from vitlab.models.files import checkpoint_path
+from vitlab.models.safetensors_file import read_safetensors
 
 _LOSS = "train/loss"
 

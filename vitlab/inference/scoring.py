@@ -9,9 +9,15 @@ from vitlab.config import DataConfig, RunConfig
 from vitlab.data.datasets import Split, SplitName, fingerprint, load_split
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform
+from vitlab.data.splits import split_validation
+from vitlab.engine.distributed import ALONE, Processes
 from vitlab.engine.evaluator import Scores, evaluate
 from vitlab.engine.objectives import Objective, build_objective
+from vitlab.errors import InputError
 from vitlab.models.files import ModelFile
+
+TRAINED_ON = "the model was trained on these images"
+"""What is said of a model's own training images."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,32 @@ def known_past(model: ModelFile, split: Split) -> tuple[bool, str | None]:
         trained on them.
     """
     own, name = model.data.get("fingerprint", {"sha256": {}, "counts": {}}), split.name
-    is_own = own["sha256"].get(name) == fingerprint(split)["sha256"][name]
+    digest = fingerprint(split)["sha256"][name]
+    is_own = own["sha256"].get(name) == digest
+    trained, fitted = own["sha256"].get("train"), own["counts"].get("train", 0)
     note = None
-    if name == "train" and is_own:
-        note = "the model was trained on these images"
+    if trained == digest:
+        note = TRAINED_ON
     elif name in own["sha256"] and not is_own:
         note = f"these are not the {name} images of the model's own run, and it may have seen some"
-    elif name == "all" and len(split) == own["counts"].get("train", 0) + own["counts"].get("val", 0):
+    elif name == "all" and len(split) == fitted + own["counts"].get("val", 0):
         note = "as many images as the model's run had; if they are the same, it was trained on most of them"
+        if trained is not None and trained == _cut_again(model, split):
+            note = f"the model was trained on {fitted:,} of these {len(split):,} images"
     return is_own, note
+
+
+def _cut_again(model: ModelFile, split: Split) -> str | None:
+    """Give the hash of the training images that the model's run would have cut from a split; None for no cut."""
+    fraction = model.data.get("val_fraction", DataConfig.val_fraction)
+    try:
+        parts, _ = split_validation(
+            split, model.classes, fraction=fraction, seed=model.data.get("seed", DataConfig.val_seed)
+        )
+    except InputError:  # no class has two images
+        return None
+    digest: str = fingerprint(parts["train"])["sha256"]["train"]
+    return digest
 
 
 def _objective(model: ModelFile) -> Objective:
@@ -77,22 +100,33 @@ def score(
     batch_size: int,
     workers: int | None,
     on_error: Literal["stop", "skip"],
+    processes: Processes = ALONE,
     on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
     """Score a model file on a split with its own preprocessing and objective, as it stands and at its temperature.
+
+    Of several processes each scores a part of the images, and gets the scores of all.
 
     Raises:
         InputError: an image cannot be read and `on_error` is `stop`, or none can.
         RunError: a loader process died.
     """
-    loader = Loader(split, EvalTransform(model.preprocess), batch_size=batch_size, workers=workers, on_error=on_error)
+    loader = Loader(
+        split,
+        EvalTransform(model.preprocess),
+        batch_size=batch_size,
+        workers=workers,
+        on_error=on_error,
+        part=processes.part,
+    )
     with closing(loader):
         return evaluate(
             _objective(model),
-            loader.epoch(0),
+            processes.in_step(loader.epoch(0)),
             classes=model.classes,
             preprocess=model.preprocess,
             weights=model.weights,
             temperature=model.temperature,
+            processes=processes,
             on_batch=on_batch,
         )

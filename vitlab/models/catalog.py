@@ -8,6 +8,7 @@ from vitlab.errors import unknown_name
 from vitlab.models.davit import DAVIT_SIZES, DaViT
 from vitlab.models.imagegpt import IMAGEGPT_SIZES, ImageGPT
 from vitlab.models.network import Network
+from vitlab.models.size_limits import build_within_memory
 from vitlab.models.swin import SWIN_SIZES, SwinTransformer
 from vitlab.models.timm_network import PREFIX, TimmNetwork
 from vitlab.models.vit import VIT_SIZES, VisionTransformer
@@ -48,11 +49,13 @@ def create_model(
 
     Raises:
         InputError: an unknown name or field (the message gives the valid ones and the nearest), or a value that does
-            not fit.
+            not fit, or the network would take more than the machine's memory.
     """
     if name.startswith(PREFIX):
-        return TimmNetwork(
-            name, num_classes=num_classes, image_size=image_size, in_channels=in_channels, overrides=overrides
+        return build_within_memory(
+            lambda: TimmNetwork(
+                name, num_classes=num_classes, image_size=image_size, in_channels=in_channels, overrides=overrides
+            )
         )
     named = {name: (network, config) for network, sizes in _ARCHITECTURES for name, config in sizes.items()}
     if name not in named:
@@ -64,6 +67,11 @@ def create_model(
         if field not in valid:
             raise unknown_name(f"{name} field", field, valid)
     size = {} if image_size is None else {"image_size": image_size}
-    network = build(dataclasses.replace(config, num_classes=num_classes, in_channels=in_channels, **size, **overrides))
-    network.name = name
-    return network
+    config = dataclasses.replace(config, num_classes=num_classes, in_channels=in_channels, **size, **overrides)
+
+    def named_network() -> Network:
+        network = build(config)
+        network.name = name
+        return network
+
+    return build_within_memory(named_network)

@@ -5,6 +5,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vitlab.checks import is_number
 from vitlab.errors import InputError
+from vitlab.sections import LARGEST_SIDE
+
+_LARGEST = 2**20
+_LARGEST_OF = {
+    **dict.fromkeys(("image_size", "patch_size", "window_size"), LARGEST_SIDE),
+    **dict.fromkeys(("depth", "depths", "mlp_ratio"), 1024),
+}
+_MOST_STAGES = 16
 
 
 def conform_fields(config: Any) -> None:
@@ -17,14 +25,25 @@ def conform_fields(config: Any) -> None:
             `tuple[int, ...]`, any length but 0), or unions of them.
 
     Raises:
-        InputError: a value of another type; the message names the field, the value and what it takes.
+        InputError: a value of another type, or larger than any network needs; the message names the field, the value
+            and what it takes. A config may come with a model file, and so from anybody.
     """
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         fitting = [converted for kind in _kinds(hint) if (converted := _convert(value, kind)) is not None]
         if not fitting:
             raise InputError(f"{name} is {value!r}: give {' or '.join(_describe(kind) for kind in _kinds(hint))}")
+        _require_sane(name, fitting[0])
         object.__setattr__(config, name, fitting[0])
+
+
+def _require_sane(name: str, value: Any) -> None:
+    """Raise InputError where a number would keep a network's building busy, or overflow its sizes."""
+    items, largest = value if isinstance(value, tuple) else (value,), _LARGEST_OF.get(name, _LARGEST)
+    if len(items) > _MOST_STAGES:
+        raise InputError(f"{name} has {len(items)} values: give at most {_MOST_STAGES}")
+    if any(isinstance(item, int | float) and item > largest for item in items):
+        raise InputError(f"{name} is {value}: give at most {largest}")
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -22,19 +22,26 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vitlab import __version__
-from vitlab.checks import is_number, require
+from vitlab.checks import require
 from vitlab.data.preprocess import Preprocess
 from vitlab.disk import replacing
 from vitlab.errors import InputError, RunError
 from vitlab.models.catalog import create_model
 from vitlab.models.network import Network
+from vitlab.models.record import RECORD_KEY
+from vitlab.models.safetensors_file import (
+    FORMAT,
+    HEADER_LIMIT_BYTES,
+    NO_DIGITS,
+    SafetensorsFile,
+    damaged,
+    read_safetensors,
+)
+from vitlab.models.size_limits import at_most_tensors
 from vitlab.sections import PIXELS_ALONE
 
-FORMAT = 1
-HEADER_LIMIT_BYTES = 16 * 2**20
-_KEY = "vitlab"
-_RECORD = ("format", "model", "classes", "preprocess", "metrics", "weights", "data", "version", "sha256")
-_NO_DIGITS = "0" * 64
+BUFFER_LIMIT_BYTES = 2**30
+"""What a network may compute beside its weights, such as masks of windows, without a file as large."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +85,6 @@ class ModelFile:
         )
 
 
-@dataclass(frozen=True)
-class SafetensorsFile:
-    """A safetensors file read into memory; verified where it is a model file of vitlab."""
-
-    path: Path
-    content: bytes
-    shapes: dict[str, tuple[int, ...]]
-    record: dict[str, Any] | None
-    """The vitlab record; None in a file from elsewhere."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Give the tensors, on the CPU.
-
-        Raises:
-            InputError: the file is damaged.
-        """
-        try:
-            tensors: dict[str, Tensor] = safetensors.torch.load(self.content)
-        except (SafetensorError, ValueError, RuntimeError) as error:
-            raise _damaged(self.path, str(error)) from error
-        return tensors
-
-
 def checkpoint_path(path: str | Path) -> Path:
     """Find the file that a path means: the file itself, or the `best.safetensors` of a run folder.
 
@@ -126,6 +110,7 @@ def save_model(
     path: str | Path,
     network: Network,
     *,
+    state: Mapping[str, Tensor] | None = None,
     classes: Sequence[str],
     preprocess: Preprocess,
     metrics: Mapping[str, Any],
@@ -139,6 +124,7 @@ def save_model(
     Args:
         path: the file, in a folder that exists.
         network: its weights and config are saved.
+        state: its weights, whole, where it holds a share of them alone.
         classes: names in the order of the logits.
         preprocess: how images become the network's input.
         metrics: scores of these weights, plain JSON values.
@@ -153,7 +139,7 @@ def save_model(
     path = Path(path)
     assert len(classes) == network.num_classes, f"{len(classes)} class names for {network.num_classes} logits"
     assert 0 < temperature < math.inf, f"temperature {temperature}"
-    tensors = _plain_tensors(network, path)
+    tensors = _plain_tensors(network.state_dict() if state is None else state, path)
     record = {
         "format": FORMAT,
         "model": {"name": network.name, "config": network.config_dict()},
@@ -165,11 +151,11 @@ def save_model(
         "temperature": temperature,
         "objective": dict(objective or {}),
         "version": __version__,
-        "sha256": _NO_DIGITS,  # last, so that these digits are the header's last row of zeros
+        "sha256": NO_DIGITS,  # last, so that these digits are the header's last row of zeros
     }
     try:
         with replacing(path) as aside:
-            safetensors.torch.save_file(tensors, aside, metadata={_KEY: _to_json(record)})
+            safetensors.torch.save_file(tensors, aside, metadata={RECORD_KEY: _to_json(record)})
             _write_hash(aside, path)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -192,99 +178,51 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> Model
             f"{file.path} is not a model file of vitlab: it holds weights alone; train from them with model.weights"
         )
     record = file.record
-    temperature = record.get("temperature", 1.0)
-    if not is_number(temperature) or temperature <= 0:
-        raise _damaged(file.path, f"its temperature is {temperature!r}")
     try:
         model = ModelFile(
             network=_build(file, record["model"]).to(device).eval(),
-            classes=tuple(map(str, record["classes"])),
+            classes=tuple(record["classes"]),
             preprocess=Preprocess.from_dict(record["preprocess"]),
             metrics=dict(record["metrics"]),
             weights=record["weights"],
             data=dict(record["data"]),
             version=record["version"],
-            temperature=float(temperature),
+            temperature=float(record.get("temperature", 1.0)),
             objective=dict(record.get("objective", {})),
         )
     except (TypeError, KeyError, AttributeError) as error:
-        raise _damaged(file.path, f"its record is not as it should be ({error})") from error
+        raise damaged(file.path, f"its record is not as it should be ({error})") from error
     if len(model.classes) != model.network.num_classes:
-        raise _damaged(file.path, f"it names {len(model.classes)} classes for {model.network.num_classes} logits")
+        raise damaged(file.path, f"it names {len(model.classes)} classes for {model.network.num_classes} logits")
     return model
 
 
 def _build(file: SafetensorsFile, model: dict[str, Any]) -> Network:
     """Build the network that the record names, with the file's weights; compare shapes before any memory is taken."""
-    with torch.device("meta"):
-        skeleton = create_model(model["name"], **model["config"])
-    if file.shapes != {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}:
-        raise _damaged(file.path, "its weights do not fit its config")
+    try:
+        with torch.device("meta"), at_most_tensors(4 * len(file.shapes) + 100):  # some are registered more than once
+            skeleton = create_model(model["name"], **model["config"])
+        weights = skeleton.state_dict()
+    except Exception as error:  # in timm, strange values of a config raise nearly anything
+        raise damaged(file.path, f"its config builds no network ({error})") from error
+    if file.shapes != {name: tuple(tensor.shape) for name, tensor in weights.items()}:
+        raise damaged(file.path, "its weights do not fit its config")
+    if (beside := sum(buffer.nbytes for buffer in skeleton.buffers())) > max(BUFFER_LIMIT_BYTES, len(file.content)):
+        raise damaged(file.path, f"beside its weights, its config builds tables of {beside:,} bytes")
+    tensors = file.tensors()
+    for name, tensor in tensors.items():
+        if tensor.dtype != weights[name].dtype or not tensor.isfinite().all():
+            raise damaged(file.path, f"{name} holds {tensor.dtype} or values that are not finite")
     with torch.random.fork_rng(devices=[]):  # the fresh weights are overwritten: their draws must not shift a run's
         network = create_model(model["name"], **model["config"])
-    network.load_state_dict(file.tensors())
+    network.load_state_dict(tensors)
     return network
 
 
-def read_safetensors(path: Path) -> SafetensorsFile:
-    """Read any safetensors file, once and whole; verify the hash where it is a model file of vitlab.
-
-    Raises:
-        InputError: the file cannot be read, is no safetensors file, is damaged, or a newer vitlab wrote it.
-    """
-    try:
-        with path.open("rb") as file:
-            header = _read_header(path, file)
-            file.seek(0)
-            content = file.read()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        entries = json.loads(header)
-        metadata = entries.pop("__metadata__", {})
-        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-        record = json.loads(metadata[_KEY]) if _KEY in metadata else None
-        claims = None if record is None else (int(record["format"]), str(record["version"]), str(record["sha256"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, "its header cannot be read") from error
-    if record is not None and claims is not None:
-        _verify(path, content, header, *claims)
-        if missing := [key for key in _RECORD if key not in record]:
-            raise _damaged(path, f"its record lacks {', '.join(missing)}")
-    return SafetensorsFile(path=path, content=content, shapes=shapes, record=record)
-
-
-def _read_header(path: Path, file: IO[bytes]) -> bytes:
-    size = int.from_bytes(file.read(8), "little")
-    if size > HEADER_LIMIT_BYTES:
-        raise _damaged(path, f"a header of {size:,} bytes is above the limit of {HEADER_LIMIT_BYTES:,}")
-    return file.read(size)
-
-
-def _verify(path: Path, content: bytes, header: bytes, file_format: int, version: str, digits: str) -> None:
-    """Raise InputError unless this vitlab reads the format and the bytes give the hash that they claim."""
-    if file_format > FORMAT:
-        raise InputError(
-            f"{path} is in format {file_format}, written by vitlab {version}, and this vitlab {__version__} "
-            f"reads up to format {FORMAT}: install a newer vitlab"
-        )
-    start = 8 + header.rfind(digits.encode(errors="replace"))
-    view = memoryview(content)
-    digest = hashlib.sha256(view[:start])
-    digest.update(_NO_DIGITS.encode())
-    digest.update(view[start + len(_NO_DIGITS) :])
-    if digest.hexdigest() != digits:
-        raise _damaged(path, "its bytes do not match their SHA-256")
-
-
-def _damaged(path: Path, reason: str) -> InputError:
-    return InputError(f"{path} is damaged, or no safetensors file: {reason}; take another copy or train again")
-
-
-def _plain_tensors(network: Network, path: Path) -> dict[str, Tensor]:
+def _plain_tensors(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Copy the weights: safetensors takes no tensors that share memory or lie in channels-last order."""
     tensors = {}
-    for name, tensor in network.state_dict().items():
+    for name, tensor in state.items():
         if not tensor.isfinite().all():
             raise RunError(
                 f"{path} not written: {name} holds values that are not finite; an earlier file stays as it was"
@@ -310,5 +248,5 @@ def _write_hash(aside: Path, path: Path) -> None:
             raise RunError(f"{path} not written: its header would take {len(header):,} of {HEADER_LIMIT_BYTES:,} bytes")
         file.seek(0)
         digits = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(8 + header.rindex(_NO_DIGITS.encode()))
+        file.seek(8 + header.rindex(NO_DIGITS.encode()))
         file.write(digits.encode())

@@ -1,10 +1,11 @@
 """Where weights come from: our model files, other projects' files, names that timm knows. No code in them is run."""
 
-import json
+import mmap
 import pickle
 import re
 import socket
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,18 @@ import numpy as np
 import torch
 
 from vitlab.errors import InputError, unknown_name
-from vitlab.models.files import checkpoint_path, read_safetensors
+from vitlab.models.files import checkpoint_path
 from vitlab.models.layouts import from_google
+from vitlab.models.safetensors_file import read_safetensors
 from vitlab.models.timm_network import PREFIX
+from vitlab.parsing import parse_json
 
 _PICKLED_SUFFIXES = (".pth", ".pt", ".bin")
+_SAFE_TORCH = (2, 10)
+"""From here on weights-only loading has no known way around it (CVE-2025-32434, CVE-2026-24747)."""
+_BESIDE_LIMIT_BYTES = 2**24
+_UNPACKED_LIMIT_BYTES = 2**28
+_UNPACKED_RATIO = 20
 _CONNECT_TIMEOUT_S = 5.0
 _TIMM_RESIZE_MODES = {"center": "crop", "squash": "squash", "border": "pad"}
 _PILLOW_FILTERS = {2: "bilinear", 3: "bicubic"}
@@ -92,19 +100,25 @@ def _stated_beside(path: Path) -> dict[str, Any]:
     stated: dict[str, Any] = {}
     for name, read in (("config.json", _of_timm), ("preprocessor_config.json", _of_transformers)):
         try:
-            content = json.loads((path.parent / name).read_text(encoding="utf-8"))
-            stated |= read(content)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            stated |= read(_read_beside(path, name))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             continue  # no such file, or one of another meaning
     return stated
+
+
+def _read_beside(path: Path, name: str) -> Any:
+    beside = path.parent / name
+    if not beside.is_file() or beside.stat().st_size > _BESIDE_LIMIT_BYTES:  # a pipe or a device would never end
+        raise ValueError(f"{beside} is no file of settings")
+    return parse_json(beside.read_bytes())
 
 
 def _with_palette_beside(entries: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Add the palette that transformers' image processor of an ImageGPT wrote into a file beside the weights."""
     try:
-        content = json.loads((path.parent / "preprocessor_config.json").read_text(encoding="utf-8"))
+        content = _read_beside(path, "preprocessor_config.json")
         return {**entries, "palette": torch.tensor(content["clusters"], dtype=torch.float32)}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, OverflowError):
         return entries  # no such file, or that of another network
 
 
@@ -174,15 +188,24 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
     """Open Google's or OpenAI's arrays; pickled objects in them are refused."""
     try:
         # numpy leaves a file that it opened itself open where it is no archive.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return from_google({name: torch.from_numpy(arrays[name]) for name in arrays.files})
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+            if unpacked > max(_UNPACKED_LIMIT_BYTES, _UNPACKED_RATIO * path.stat().st_size):
+                raise ValueError(f"it would unpack into {unpacked:,} bytes")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                return from_google({name: torch.from_numpy(arrays[name]) for name in arrays.files})
     except Exception as error:  # damaged archives make zipfile, zlib and numpy raise nearly anything
         raise InputError(f"{path} is damaged, or no .npz of plain arrays ({error}): take another copy") from error
 
 
 def _read_pickled(path: Path) -> Mapping[str, Any]:
     """Open a file of torch.save without running any code that it carries."""
+    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if version < _SAFE_TORCH:
+        raise InputError(f"{path} was not opened: torch {torch.__version__} can be tricked; install 2.10 or newer")
     try:
+        _refuse_inflating(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of odd pickle protocols: the error below says it better
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -197,3 +220,23 @@ def _read_pickled(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise InputError(f"{path} holds a {type(content).__name__}: give a file with a state dict of named tensors")
     return content
+
+
+def _refuse_inflating(path: Path) -> None:
+    """Raise where a file of torch.save would take more memory than it has bytes.
+
+    torch packs nothing, so packed or overlapping entries are no file of its own; and weights-only loading still makes
+    a bytearray of any length that a file asks for.
+
+    Raises:
+        ValueError: it would.
+    """
+    with path.open("rb") as file:
+        if zipfile.is_zipfile(file):
+            entries = zipfile.ZipFile(file).infolist()
+            packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+            if packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
+                raise ValueError("it is packed, as torch.save packs nothing")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"\nbytearray\n") >= 0:
+                raise ValueError("it holds a bytearray, which no weights are")

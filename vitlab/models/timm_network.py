@@ -1,6 +1,7 @@
 """Any network of timm behind the face that the engine knows."""
 
 import copy
+import inspect
 import re
 import sys
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitlab.checks import is_number
 from vitlab.errors import InputError, unknown_name
 from vitlab.layers.patch import check_divides, check_images, to_pair
 from vitlab.models.network import Network
@@ -18,6 +20,10 @@ from vitlab.models.network import Network
 PREFIX = "timm/"
 _UNDER = "net."
 _NATIVE_SIZE = (224, 224)
+# What timm's builders take for themselves beside their signatures: no fields of a network's shape.
+_TIMMS_OWN = frozenset({"features_only", "out_indices", "feature_cls", "pruned", "device", "dtype"})
+_LARGEST = 2**20
+_DEEPEST = 4
 # Where timm's networks keep what they repeat, in the order in which to look.
 _REPEATED = ("blocks", "stages", "layers", "layer1", "layer2", "layer3", "layer4")
 
@@ -53,6 +59,7 @@ class TimmNetwork(Network):
         self.name = name
         self.overrides = dict(overrides)
         self.num_classes, self.in_channels = num_classes, in_channels
+        _check_overrides(name, overrides)
         size = None if image_size is None else _to_size(image_size)
         settings = {"num_classes": num_classes, "in_chans": in_channels, **overrides}
         self.net = _build(name.removeprefix(PREFIX), settings, size)
@@ -146,6 +153,32 @@ class TimmNetwork(Network):
         return blocks or [self.net]
 
 
+def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
+    """Raise InputError for what is no field of a network's shape: timm would open files or take a network apart for it.
+
+    They may come from a model file, and so from anybody.
+    """
+    import timm
+
+    own = {
+        *inspect.signature(timm.create_model).parameters,
+        *inspect.signature(timm.models.build_model_with_cfg).parameters,
+    }
+    for field, value in overrides.items():
+        if field in _TIMMS_OWN | own:
+            raise InputError(f"model.overrides.{field} is no field of {name}, but an order to timm: leave it out")
+        if not _is_plain(value, depth=0):
+            raise InputError(f"model.overrides.{field} of {name} is {str(value)[:80]}: give texts and sane numbers")
+
+
+def _is_plain(value: Any, *, depth: int) -> bool:
+    """Tell whether a value is a text, a number of sane size, or a short list or mapping of such."""
+    if isinstance(value, list | tuple | dict):
+        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return depth < _DEEPEST and len(items) <= 100 and all(_is_plain(item, depth=depth + 1) for item in items)
+    return value is None or isinstance(value, str | bool) or (is_number(value) and abs(value) <= _LARGEST)
+
+
 def _build(name: str, settings: Mapping[str, Any], size: tuple[int, int] | None) -> Any:
     """Build timm's network for an image size, with the option that it takes for one, where it takes one."""
     import timm
@@ -159,7 +192,9 @@ def _build(name: str, settings: Mapping[str, Any], size: tuple[int, int] | None)
         except TypeError as error:  # an argument that this network does not take
             if attempt is tries[-1]:
                 raise InputError(f"{PREFIX}{name} cannot be built: {error}") from error
-        except (AssertionError, ValueError, RuntimeError, KeyError) as error:
+        except InputError:
+            raise
+        except Exception as error:  # settings that do not fit raise nearly anything
             raise InputError(f"{PREFIX}{name} cannot be built: {error or 'timm refuses these settings'}") from error
     raise AssertionError("the last try either returns or raises")
 

@@ -146,7 +146,9 @@ def _as_tensor(value: object) -> object:
 def _is_plain(name: object, value: object) -> bool:
     if not isinstance(name, str) or not isinstance(value, Tensor):
         return False
-    return value.layout == torch.strided and not value.is_meta and not value.is_complex()
+    if value.layout != torch.strided or value.is_meta or value.is_complex():
+        return False
+    return value.nbytes <= value.untyped_storage().nbytes()  # a file may repeat one number to any shape
 
 
 def _strip_wrappers(entries: Mapping[str, Tensor]) -> State:

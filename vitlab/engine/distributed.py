@@ -1,0 +1,326 @@
+"""Several processes that train one network together, on one machine or more: started by torchrun, joined here.
+
+A run of one process needs no launcher and none of this: `ALONE` answers as a group of one. Of several, each takes its
+slice of every batch, so that the global batch is the same for any number of them; process 0 alone shows and writes.
+"""
+
+import gc
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vitlab.errors import InputError, PeerLost, RunError
+from vitlab.models.network import Network
+
+Parallel = Literal["ddp", "fsdp"]
+
+# What one process does while the others wait, such as drawing pictures; a peer that is gone shows at once, not by this.
+_PATIENCE = timedelta(hours=2)
+_ORPHAN_POLL_S = 1.0
+_ORPHAN_SAVES_WITHIN_S = 60.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """A group of processes, and the place of this one in it."""
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    """Place among the processes of this machine."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this one shows and writes."""
+        return self.rank == 0
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """What a loader needs to know: this one's place and their number."""
+        return self.rank, self.count
+
+    def gather(self, value: _T) -> list[_T]:
+        """Give everybody the value of each process, in their order.
+
+        Raises:
+            PeerLost: one of them is gone.
+        """
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        with _peers():
+            dist.all_gather_object(values, value)
+        return values
+
+    def gather_on_main(self, value: _T) -> list[_T]:
+        """Give process 0 the value of each process, in their order, and the others an empty list.
+
+        Raises:
+            PeerLost: one of them is gone.
+        """
+        if self.count == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.count if self.is_main else None
+        with _peers():
+            dist.gather_object(value, values, dst=0)
+        return values or []
+
+    def gather_numbers(self, *numbers: float) -> list[list[float]]:
+        """Give everybody some numbers of each process: a row for each; faster than `gather`.
+
+        Raises:
+            PeerLost: one of them is gone.
+        """
+        if self.count == 1:
+            return [list(numbers)]
+        rows = [torch.zeros(len(numbers), dtype=torch.float64) for _ in range(self.count)]
+        with _peers():
+            dist.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
+        return [row.tolist() for row in rows]
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Give everybody the sum of each number over the processes, added in their order."""
+        return [sum(column) for column in zip(*self.gather_numbers(*numbers), strict=True)]
+
+    def on_main(self, make: Callable[[], _T]) -> _T:
+        """Let process 0 make something and give it to everybody; what it raises is raised by all.
+
+        Raises:
+            InputError, RunError: whatever `make` raises.
+        """
+        if self.count == 1:
+            return make()
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                outcome[0] = make()
+            except (InputError, RunError) as error:
+                outcome[1] = error
+        with _peers():
+            dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        made: _T = outcome[0]
+        return made
+
+    def in_step(self, items: Iterable[_T]) -> Iterator[_T]:
+        """Pass on items, of which each process has as many; where one fails to get its own, all fail.
+
+        Raises:
+            InputError, RunError: what it failed with.
+        """
+        if self.count == 1:
+            yield from items
+            return
+        iterator = iter(items)
+        while True:
+            item, failure = None, None
+            try:
+                item = next(iterator, None)
+            except (InputError, RunError) as error:
+                failure = error
+            if any(failed for (failed,) in self.gather_numbers(failure is not None)):
+                raise next(error for error in self.gather(failure) if error is not None)
+            if item is None:
+                return
+            yield item
+
+    def same_start(self, module: nn.Module) -> None:
+        """Give everybody process 0's parameters and buffers: machines of different kinds may have drawn others."""
+        if self.count == 1:
+            return
+        with _peers():
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, src=0)
+
+
+ALONE = Processes()
+
+
+@contextmanager
+def launched(device: str) -> Iterator[Processes]:
+    """Join the processes that a launcher has started for this run; without a launcher there is one.
+
+    Args:
+        device: the run's `train.device`; of GPUs each process takes its own.
+
+    Raises:
+        InputError: more processes than GPUs.
+        RunError: the others cannot be reached.
+    """
+    if not (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        yield ALONE
+        return
+    processes = Processes(int(os.environ["RANK"]), count, int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():  # the second of several seeds
+        yield processes
+        return
+    gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if gpus and (there := torch.cuda.device_count()) < (needed := int(os.environ.get("LOCAL_WORLD_SIZE", count))):
+        raise InputError(
+            f"{needed} processes for {there} GPUs on this machine: start torchrun with --nproc-per-node {there}, or "
+            "give --train.device cpu"
+        )
+    _watch_launcher()
+    try:
+        if gpus:
+            torch.cuda.set_device(processes.local_rank)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(f"cannot reach the other processes of this run: {_first_line(error)}") from error
+    try:
+        yield processes
+        processes.gather_numbers(0)  # none leaves while another still talks to it
+    finally:
+        # What still refers to the group would keep its threads until the interpreter ends, which they do not survive.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Say in one line that a process is gone, whatever the backend says."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"another process of this run has ended: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def is_launched() -> bool:
+    """Say whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_main_process() -> bool:
+    """Say whether this process is the one that shows and writes, before any group is joined and after it is left."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def restarts_allowed() -> bool:
+    """Say whether the launcher starts the run again where a process ends."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def _watch_launcher() -> None:
+    """End with the launcher, whose death does not reach the sessions that it keeps its processes in.
+
+    The state is saved first, as at a SIGTERM.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_ORPHAN_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_SAVES_WITHIN_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="launcher watch").start()
+
+
+class Wrapped:
+    """An objective as its processes call it in training: as it is, in DDP, or sharded by FSDP2.
+
+    Of one process it is the objective itself. With DDP each process holds the whole network, and gradients are
+    averaged. With FSDP2 each holds a share of every parameter, gradient and optimizer value; a block is whole while it
+    computes.
+    """
+
+    def __init__(self, objective: nn.Module, processes: Processes, parallel: Parallel) -> None:
+        self.objective, self.processes, self.parallel = objective, processes, parallel
+        self._ddp: nn.parallel.DistributedDataParallel | None = None
+        if processes.count > 1 and parallel == "ddp":
+            # Of a patch embedding of grey images, whose gradient has the strides of another memory format.
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+            self._ddp = nn.parallel.DistributedDataParallel(objective)
+            if next(objective.parameters()).device.type == "cpu":
+                self._ddp.register_comm_hook(processes.count, _mean_in_order)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no process holds the whole network."""
+        return self.processes.count > 1 and self.parallel == "fsdp"
+
+    def __call__(self, batch: Any) -> Any:
+        """Give the objective's Step of this process's slice."""
+        return self.objective(batch) if self._ddp is None else self._ddp(batch)
+
+    def syncing(self, is_last: bool) -> AbstractContextManager[None]:
+        """Exchange gradients in the backward pass of the last micro-batch alone."""
+        if self._ddp is None or is_last:
+            return nullcontext()
+        held: AbstractContextManager[None] = self._ddp.no_sync()
+        return held
+
+
+def _mean_in_order(count: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """Average a bucket over the processes, always in their order.
+
+    A ring adds each element in an order that depends on its place in the bucket, and DDP lays the buckets out anew
+    after a run's first step: one that goes on would have other last bits than one that was never interrupted.
+    """
+    own = bucket.buffer()
+    parts = [torch.empty_like(own) for _ in range(count)]
+    work = dist.all_gather(parts, own, async_op=True)
+
+    def mean(_: Any) -> Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total / count
+
+    future: torch.futures.Future[Tensor] = work.get_future().then(mean)
+    return future
+
+
+def shard(objective: nn.Module, network: Network, device: torch.device) -> None:
+    """Shard a network in place by FSDP2: each repeated block by itself, then all that lies outside."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in network.repeated_blocks():
+        fully_shard(block, mesh=mesh)
+    fully_shard(objective, mesh=mesh)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Say whether a tensor is spread over the processes."""
+    return hasattr(tensor, "full_tensor")  # DTensor's alone, whose import takes longer than many a command
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Give a tensor whole on every process, all of which must ask."""
+    gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return gathered
+
+
+def whole_state(module: nn.Module, processes: Processes) -> dict[str, Tensor]:
+    """Give a module's state whole on process 0; a sharded one is gathered on its CPU, one tensor at a time."""
+    state = {}
+    for name, tensor in module.state_dict().items():
+        gathered = whole(tensor.detach())
+        if processes.is_main:
+            state[name] = gathered.cpu() if is_sharded(tensor) else gathered
+    return state
+
+
+def of_all(parts: Sequence[Sequence[_T]]) -> list[_T]:
+    """Put the processes' lists into one, in their order."""
+    return [item for part in parts for item in part]
