@@ -26,7 +26,7 @@ from vitlab.inference.sampling import sample
 from vitlab.models.catalog import create_model
 from vitlab.models.imagegpt import ImageGPT
 from vitlab.models.weights import load_weights
-from vitlab.options import DrawPrecision
+from vitlab.pixel_options import DrawPrecision
 
 
 class Enough(Exception):  # noqa: N818 - an ending, not an error

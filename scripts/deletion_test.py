@@ -32,7 +32,7 @@ from vitlab.inference.attribution import explain_map, surprisal, to_pixels
 from vitlab.models.files import load_model
 from vitlab.models.imagegpt import ImageGPT
 from vitlab.models.network import Network
-from vitlab.training import run_training
+from vitlab.runs.training import run_training
 
 CELLS = 8
 DELETED = round(CELLS * CELLS / 10)

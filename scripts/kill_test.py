@@ -32,11 +32,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitlab import commands, training  # noqa: F401 - imported once; each run is a fork of this process
+from vitlab import commands  # noqa: F401 - imported once; each run is a fork of this process
 from vitlab.__main__ import main as vitlab
 from vitlab.engine.state import list_states, load_state, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, read_events
 from vitlab.engine.trainer import Trainer
+from vitlab.runs import training
 
 _VIT = {"patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.2, "drop_rate": 0.1}
 _SWIN = {"patch_size": 1, "window_size": 4, "embed_dim": 32, "depths": [2, 1], "num_heads": [16, 16]}

@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, MonitorConfig, RunConfig, TrainConfig
 from vitlab.engine.trainer import Trainer
-from vitlab.training import run_training
+from vitlab.runs.training import run_training
 
 _BATCHES = 8
 """To an epoch, at whose end a state is saved in both kinds of run."""

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, MonitorConfig, OptimConfig, RunConfig, TrainConfig
-from vitlab.training import run_training
+from vitlab.runs.training import run_training
 
 # What a shell starts in the background ignores it, and so would the runs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

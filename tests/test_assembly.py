@@ -8,11 +8,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from vitlab.assembly import build_data, build_network, build_preprocess, build_trainer
 from vitlab.data.datasets import load_dataset
 from vitlab.engine.optim import lr_at
 from vitlab.engine.run_folder import RunFolder
 from vitlab.errors import InputError
+from vitlab.runs.networks import build_network, build_preprocess
+from vitlab.runs.parts import build_data, build_trainer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from vitlab.data.datasets import load_dataset
 from vitlab.data.images import read_image
-from vitlab.training import run_training
+from vitlab.runs.training import run_training
 
 IMAGES_PER_BATCH = 10_000
 

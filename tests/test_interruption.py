@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vitlab import training
 from vitlab.__main__ import main
 from vitlab.config import TrainConfig
 from vitlab.engine import objectives
 from vitlab.engine import trainer as trainer_module
+from vitlab.engine.device import memory_advice
 from vitlab.engine.evaluator import Scores
-from vitlab.engine.keeper import Keeper, memory_advice
+from vitlab.engine.keeper import Keeper
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import differing_tensors, list_states, load_state
 from vitlab.engine.tensorboard import EVENTS_NAME, read_events
@@ -25,7 +25,8 @@ from vitlab.engine.trainer import Trainer
 from vitlab.errors import Interrupted
 from vitlab.inference.sameness import compare_bits
 from vitlab.models.files import load_model
-from vitlab.training import run_training
+from vitlab.runs import training
+from vitlab.runs.training import run_training
 
 ALL = {
     "augment__mixup": 0.8,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vitlab"
-GROUND = {"checks", "config", "disk", "errors", "options", "parsing", "sections", "seeds", "text"}
+GROUND = {"checks", "config", "disk", "errors", "options", "parsing", "pixel_options", "sections", "seeds", "text"}
 # What each part may import besides itself and the ground.
 BELOW = {
     "layers": set(),
@@ -14,12 +14,11 @@ BELOW = {
     "models": {"layers", "data"},
     "engine": {"models", "data", "layers"},
     "inference": {"engine", "models", "data", "layers"},
-    "assembly": {"engine", "models", "data"},
-    "showing": {"inference", "engine", "models", "data", "layers"},
-    "training": {"assembly", "showing", "engine", "models", "data"},
-    "replay": {"assembly", "engine", "models", "data"},
+    "runs": {"inference", "engine", "models", "data", "layers"},
     "printing": {"inference", "engine", "models"},
-    "commands": {"printing", "training", "replay", "inference", "engine", "models", "data"},
+    "outputs": {"engine"},
+    "commands": {"printing", "outputs", "pixel_commands", "runs", "inference", "engine", "models", "data"},
+    "pixel_commands": {"outputs", "inference"},
     "cli": set(),
     "__main__": {"cli", "commands", "engine"},
 }

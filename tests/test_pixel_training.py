@@ -20,7 +20,7 @@ from vitlab.engine.state import list_states, load_state
 from vitlab.errors import InputError, Interrupted
 from vitlab.inference.scoring import read_split, score
 from vitlab.models.files import load_model
-from vitlab.training import run_training
+from vitlab.runs.training import run_training
 
 SHAPE = {"num_colors": 16, "embed_dim": 16, "depth": 2, "num_heads": 2}
 

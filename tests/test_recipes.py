@@ -14,7 +14,7 @@ from vitlab.engine.trainer import Trainer
 from vitlab.errors import Finished, InputError, Interrupted
 from vitlab.inference.scoring import read_split, score
 from vitlab.models.files import load_model
-from vitlab.training import run_training
+from vitlab.runs.training import run_training
 
 
 def weights_of(run):

@@ -11,8 +11,8 @@ from vitlab.engine.state import list_states, load_state, save_state
 from vitlab.engine.state_writer import StateWriter
 from vitlab.engine.tensorboard import EVENTS_NAME, read_events
 from vitlab.errors import InputError, RunError
-from vitlab.replay import replay
-from vitlab.training import run_training
+from vitlab.runs.replay import replay
+from vitlab.runs.training import run_training
 
 RECIPE = {
     "train__epochs": 2,

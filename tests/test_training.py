@@ -15,14 +15,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vitlab import training
 from vitlab.__main__ import main
 from vitlab.engine import objectives, trainer
 from vitlab.engine.run_folder import RunFolder, fresh_run_folder
 from vitlab.engine.state import list_states, load_state
 from vitlab.errors import InputError, Interrupted, RunError
 from vitlab.models.files import load_model
-from vitlab.training import run_training
+from vitlab.runs import training
+from vitlab.runs.training import run_training
 
 
 def scalars(run: Path, tag: str) -> list[tuple[int, float]]:

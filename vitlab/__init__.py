@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from vitlab.inference.predictor import Predictor
     from vitlab.models.catalog import create_model, list_models
     from vitlab.models.weights import load_weights
-    from vitlab.training import run_training as train
+    from vitlab.runs.training import run_training as train
 
 __version__ = "0.1.0"
 __all__ = ["Predictor", "create_model", "list_models", "load_weights", "train"]
@@ -18,7 +18,7 @@ _HOMES = {
     "create_model": ("vitlab.models.catalog", "create_model"),
     "list_models": ("vitlab.models.catalog", "list_models"),
     "load_weights": ("vitlab.models.weights", "load_weights"),
-    "train": ("vitlab.training", "run_training"),
+    "train": ("vitlab.runs.training", "run_training"),
 }
 
 

@@ -17,17 +17,15 @@ from vitlab.errors import InputError, unknown_name
 from vitlab.options import (
     CheckOptions,
     CompareOptions,
-    CompleteOptions,
     EvaluateOptions,
     ExplainOptions,
     ModelsOptions,
-    PaletteOptions,
     PredictOptions,
     ProbeOptions,
     ReplayOptions,
-    SampleOptions,
 )
 from vitlab.parsing import check_yaml
+from vitlab.pixel_options import CompleteOptions, PaletteOptions, SampleOptions
 
 _parser_loads_yaml = get_loader("yaml")
 DIGITS_RECIPE = "digits/vit.yaml"

@@ -1,40 +1,48 @@
 """What each command does: build the parts from its options, run them, say what came out."""
 
 import json
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from vitlab.config import RunConfig
-from vitlab.disk import replacing
-from vitlab.errors import InputError
 from vitlab.options import (
     CheckOptions,
     CompareOptions,
-    CompleteOptions,
     EvaluateOptions,
     ExplainOptions,
     ModelsOptions,
-    PaletteOptions,
     PredictOptions,
     ProbeOptions,
     ReplayOptions,
-    SampleOptions,
 )
+from vitlab.outputs import DIFFERENT, FOUND_PROBLEMS, SKIPPED_SOME, check_outputs, draw_confusion, write_json
+from vitlab.pixel_commands import complete, palette, sample
 from vitlab.printing import print_comparison, print_configs, print_models, print_proposals, print_scores
 from vitlab.text import progress_bar, say
+
+__all__ = [
+    "check",
+    "compare",
+    "complete",
+    "evaluate",
+    "explain",
+    "models",
+    "palette",
+    "predict",
+    "probe",
+    "replay",
+    "sample",
+    "train",
+    "version",
+]
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vitlab.engine.distributed import Processes
-    from vitlab.engine.evaluator import Scores
     from vitlab.inference.sameness import Sameness
-
-SKIPPED_SOME = FOUND_PROBLEMS = 3
-DIFFERENT = 4
 
 
 def check(options: CheckOptions) -> int:
@@ -43,7 +51,7 @@ def check(options: CheckOptions) -> int:
     from vitlab.inference.check_report import require_outside
 
     console = Console()
-    _check_outputs(json=options.json)
+    check_outputs(json=options.json)
     if options.report is not None:
         require_outside(Path(options.report), options.data)
     with progress_bar(console) as progress:
@@ -55,7 +63,7 @@ def check(options: CheckOptions) -> int:
             progress=progress,
         )
     report.print(console)
-    _write_json(console, options.json, report.to_dict(), what="findings")
+    write_json(console, options.json, report.to_dict(), what="findings")
     if options.report is not None:
         say(console, f"report: {report.write_html(Path(options.report))}")
     return FOUND_PROBLEMS if report.problems else 0
@@ -64,7 +72,7 @@ def check(options: CheckOptions) -> int:
 def train(config: RunConfig) -> int:
     """`vitlab train`: train, and name what lies where."""
     from vitlab.engine.run_folder import RunFolder
-    from vitlab.training import run_training
+    from vitlab.runs.training import run_training
 
     run = run_training(config, console=Console())
     runs = [run] if config.train.seeds is None else [run / f"seed-{seed}" for seed in config.train.seeds]
@@ -86,7 +94,7 @@ def _evaluate(options: EvaluateOptions, processes: "Processes") -> int:
     from vitlab.models.files import load_model
 
     console = Console(quiet=not processes.is_main)
-    _check_outputs(json=options.json, confusion=options.confusion)
+    check_outputs(json=options.json, confusion=options.confusion)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
     if options.confusion is not None:
         model.require_classes(options.checkpoint)
@@ -108,51 +116,10 @@ def _evaluate(options: EvaluateOptions, processes: "Processes") -> int:
         return 0
     result = {"checkpoint": options.checkpoint, "data": options.data, "split": options.split, **scores.to_dict()}
     print_scores(console, result)
-    _write_json(console, options.json, result)
+    write_json(console, options.json, result)
     if options.confusion is not None:
-        _draw_confusion(console, Path(options.confusion), scores)
+        draw_confusion(console, Path(options.confusion), scores)
     return SKIPPED_SOME if scores.errors else 0
-
-
-def _check_outputs(
-    *,
-    json: str | None = None,
-    confusion: str | None = None,
-    plot: str | None = None,
-    palette: str | None = None,
-    picture: str | None = None,
-    npy: str | None = None,
-) -> None:
-    """Refuse what cannot be written before the work, not after it."""
-    pictures = (("confusion", confusion, ".png"), ("plot", plot, ".png"), ("out", picture, ".png"))
-    arrays = (("out", palette, ".npy"), ("npy", npy, ".npy"))
-    for name, path, suffix in (("json", json, ".json"), *pictures, *arrays):
-        if path is not None and (Path(path).suffix.lower() != suffix or Path(path).is_dir()):
-            raise InputError(f"--{name} is {path}: give a file that ends in {suffix}")
-        if path is not None:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InputError(f"--{name} {path} cannot be written ({error.strerror}): give another place") from None
-            if not os.access(Path(path).parent, os.W_OK):
-                raise InputError(f"--{name} {path} cannot be written, its folder is read-only: give another place")
-
-
-def _write_json(console: Console, path: str | None, result: dict[str, Any], *, what: str = "scores") -> None:
-    if path is None:
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with replacing(Path(path)) as aside:
-        aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    say(console, f"{what}: {path}")
-
-
-def _draw_confusion(console: Console, path: Path, scores: "Scores") -> None:
-    from vitlab.engine.figures import plot_confusion
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plot_confusion(scores.confusion.numpy(), scores.classes, path)
-    say(console, f"confusion matrix: {path}")
 
 
 def compare(options: CompareOptions) -> int:
@@ -160,19 +127,19 @@ def compare(options: CompareOptions) -> int:
     from vitlab.inference.compare import compare_runs, compare_without_scores
 
     console = Console()
-    _check_outputs(json=options.json)
+    check_outputs(json=options.json)
     if bits := compare_without_scores(options):
         result = bits.to_dict()
         print_configs(console, result)
         _print_sameness(console, bits.sameness, identical=bits.identical)
-        _write_json(console, options.json, result)
+        write_json(console, options.json, result)
         return 0 if bits.identical else DIFFERENT
     with progress_bar(console) as progress:
         comparison = compare_runs(options, say=lambda line: say(console, line), progress=progress)
     result = comparison.to_dict()
     print_comparison(console, result)
     _print_sameness(console, {pair.name: pair.sameness for pair in comparison.pairs}, identical=comparison.identical)
-    _write_json(console, options.json, result)
+    write_json(console, options.json, result)
     if comparison.skipped:
         return SKIPPED_SOME
     return 0 if comparison.identical else DIFFERENT
@@ -223,49 +190,6 @@ def _predict(options: PredictOptions, processes: "Processes") -> int:
     return SKIPPED_SOME if result.errors else 0
 
 
-def palette(options: PaletteOptions) -> int:
-    """`vitlab palette`: fit colours to a data set, measure them, and write them and a picture."""
-    from vitlab.inference.palette import make_palette
-
-    console = Console()
-    _check_outputs(palette=options.out)
-    with progress_bar(console) as progress:
-        report = make_palette(options, say=lambda line: say(console, line), progress=progress)
-    say(console, f"{report.held_out_split} (held out): {report.held_out.describe()}")
-    say(console, f"{options.split} (fitted): {report.fitted.describe()}")
-    for error in report.errors:
-        say(console, f"skipped {error}")
-    say(console, f"palette: {options.out}")
-    say(console, f"picture: {report.picture}")
-    return SKIPPED_SOME if report.errors else 0
-
-
-def sample(options: SampleOptions) -> int:
-    """`vitlab sample`: draw images with an ImageGPT, and write them as one picture."""
-    from vitlab.inference.pictures import draw_samples
-
-    console = Console()
-    _check_outputs(picture=options.out, npy=options.npy)
-    with progress_bar(console) as progress:
-        drawing = draw_samples(options, progress=progress)
-    say(console, f"{drawing.count} images {'found' if options.beam else 'drawn'}: {options.out}")
-    return 0
-
-
-def complete(options: CompleteOptions) -> int:
-    """`vitlab complete`: draw the lower part of images anew, and write all as one picture."""
-    from vitlab.inference.pictures import complete_images
-
-    console = Console()
-    _check_outputs(picture=options.out, npy=options.npy)
-    with progress_bar(console) as progress:
-        drawing = complete_images(options, progress=progress)
-    for error in drawing.errors:
-        say(console, f"unreadable: {error}")
-    say(console, f"{drawing.count} completions drawn, {len(drawing.errors)} images unreadable: {options.out}")
-    return SKIPPED_SOME if drawing.errors else 0
-
-
 def probe(options: ProbeOptions) -> int:
     """`vitlab probe`: fit classifiers on the features of each layer, choose on validation, score on the test split."""
     from vitlab.engine.device import resolve_device
@@ -273,7 +197,7 @@ def probe(options: ProbeOptions) -> int:
     from vitlab.models.files import load_model
 
     console = Console()
-    _check_outputs(json=options.json, plot=options.plot)
+    check_outputs(json=options.json, plot=options.plot)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
     with progress_bar(console) as progress:
         report = probe_layers(model, options, say=lambda line: say(console, line), progress=progress)
@@ -282,7 +206,7 @@ def probe(options: ProbeOptions) -> int:
     say(console, report.verdict())
     for error in report.errors:
         say(console, f"skipped {error}")
-    _write_json(console, options.json, report.to_dict())
+    write_json(console, options.json, report.to_dict())
     if options.plot is not None:
         report.plot(Path(options.plot))
         say(console, f"picture: {options.plot}")
@@ -316,7 +240,7 @@ def explain(options: ExplainOptions) -> int:
 
 def replay(options: ReplayOptions) -> int:
     """`vitlab replay`: make a piece of a run again, and say whether the bits agree."""
-    from vitlab.replay import replay as make_again
+    from vitlab.runs.replay import replay as make_again
 
     console = Console()
     outcome = make_again(options.state, root=options.data)

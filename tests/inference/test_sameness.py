@@ -14,7 +14,7 @@ from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.errors import InputError
 from vitlab.inference.sameness import compare_bits
 from vitlab.models.files import load_model, save_model
-from vitlab.training import run_training
+from vitlab.runs.training import run_training
 
 
 @pytest.fixture

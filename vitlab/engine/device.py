@@ -9,6 +9,7 @@ import numpy as np
 import PIL
 import torch
 
+from vitlab.config import TrainConfig
 from vitlab.errors import InputError
 
 _RATE_SIDE = 1024
@@ -52,6 +53,15 @@ def describe_machine() -> dict[str, Any]:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Tell whether an error of torch means that the device, or this machine, has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def memory_advice(config: TrainConfig, *, is_full_precision: bool) -> list[str]:
+    """Say what needs less memory: what the run may go on with, and what makes it another run."""
+    others = [f"train.batch_size {-(-config.batch_size // 2)} with train.accumulate {2 * config.accumulate}"]
+    others = others if config.batch_size > 1 else []
+    others += ["train.precision bf16"] if is_full_precision else []
+    advice = [] if config.grad_checkpointing else ["train.grad_checkpointing true goes on from there in less memory"]
+    return advice + ([f"in another train.run_dir {' or '.join(others)}"] if others else [])
 
 
 def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:

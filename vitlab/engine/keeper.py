@@ -1,6 +1,5 @@
 """What a run saves, and when: model files, resume states, and the state on a signal or where images fail."""
 
-import math
 import os
 import signal
 import time
@@ -10,15 +9,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from vitlab.config import TrainConfig, WeightsKind
+from vitlab.config import WeightsKind
 from vitlab.data.loader import Batch
-from vitlab.engine.device import describe_machine, is_out_of_memory
-from vitlab.engine.distributed import is_launched, is_main_process, of_all, whole, whole_state
+from vitlab.engine.device import describe_machine, is_out_of_memory, memory_advice
+from vitlab.engine.distributed import is_launched, is_main_process, of_all, whole_state
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.objectives import Objective
+from vitlab.engine.optim import gradient_norms
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import capture, drop_old_states, list_states, load_state, restore, save_state
 from vitlab.engine.state_writer import StateWriter
@@ -339,27 +338,3 @@ class Keeper:
     def _machine(self, trainer: "Trainer") -> dict[str, Any]:
         several = {"processes": trainer.processes.count, "parallel": trainer.config.parallel}
         return describe_machine() | (several if trainer.processes.count > 1 else {"processes": 1})
-
-
-def memory_advice(config: TrainConfig, *, is_full_precision: bool) -> list[str]:
-    """Say what needs less memory: what the run may go on with, and what makes it another run."""
-    others = [f"train.batch_size {-(-config.batch_size // 2)} with train.accumulate {2 * config.accumulate}"]
-    others = others if config.batch_size > 1 else []
-    others += ["train.precision bf16"] if is_full_precision else []
-    advice = [] if config.grad_checkpointing else ["train.grad_checkpointing true goes on from there in less memory"]
-    return advice + ([f"in another train.run_dir {' or '.join(others)}"] if others else [])
-
-
-def gradient_norms(network: Network) -> dict[str, float | str]:
-    """Give the norm of the gradient of each block, and of what lies outside blocks; text where it is not finite."""
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    parts = {f"block {number}": list(block.parameters()) for number, block in enumerate(network.repeated_blocks())}
-    inside = {id(parameter) for parameters in parts.values() for parameter in parameters}
-    for parameter in network.parameters():
-        if id(parameter) not in inside:
-            parts.setdefault(names[id(parameter)].split(".")[0], []).append(parameter)
-    norms: dict[str, float | str] = {}
-    for name, parameters in parts.items():
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).item()
-        norms[name] = norm if math.isfinite(norm) else str(norm)
-    return norms

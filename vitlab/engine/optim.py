@@ -10,6 +10,7 @@ from torch import nn
 
 from vitlab.checks import require
 from vitlab.config import OptimConfig, Schedule
+from vitlab.engine.distributed import whole
 from vitlab.errors import InputError, unknown_name
 from vitlab.models.network import Network
 
@@ -169,3 +170,18 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the step's rate, scaled in each group by its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def gradient_norms(network: Network) -> dict[str, float | str]:
+    """Give the norm of the gradient of each block, and of what lies outside blocks; text where it is not finite."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    parts = {f"block {number}": list(block.parameters()) for number, block in enumerate(network.repeated_blocks())}
+    inside = {id(parameter) for parameters in parts.values() for parameter in parameters}
+    for parameter in network.parameters():
+        if id(parameter) not in inside:
+            parts.setdefault(names[id(parameter)].split(".")[0], []).append(parameter)
+    norms: dict[str, float | str] = {}
+    for name, parameters in parts.items():
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).item()
+        norms[name] = norm if math.isfinite(norm) else str(norm)
+    return norms

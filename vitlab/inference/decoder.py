@@ -23,7 +23,7 @@ from vitlab.layers.attention import attention
 from vitlab.layers.norm import RMSNorm
 from vitlab.models.imagegpt import Block, ImageGPT
 from vitlab.models.network import Network, device_of
-from vitlab.options import DrawPrecision
+from vitlab.pixel_options import DrawPrecision
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 

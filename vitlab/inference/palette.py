@@ -21,7 +21,7 @@ from vitlab.data.preprocess import Preprocess
 from vitlab.data.sample import read_sample, spread
 from vitlab.engine.figures import TILE_GAP, Picture, image_grid, save_image
 from vitlab.errors import InputError
-from vitlab.options import PaletteOptions
+from vitlab.pixel_options import PaletteOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress

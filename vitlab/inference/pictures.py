@@ -25,7 +25,7 @@ from vitlab.inference.sampling import beam_search, complete, sample
 from vitlab.models.files import ModelFile, load_model
 from vitlab.models.imagegpt import ImageGPT
 from vitlab.models.network import Network
-from vitlab.options import CompleteOptions, SampleOptions
+from vitlab.pixel_options import CompleteOptions, SampleOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -20,7 +20,7 @@ from vitlab.checks import is_number, require
 from vitlab.inference.decoder import Decoder, require_decodable
 from vitlab.models.imagegpt import ImageGPT
 from vitlab.models.network import Network, device_of
-from vitlab.options import DrawPrecision
+from vitlab.pixel_options import DrawPrecision
 from vitlab.seeds import derive_seed
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from vitlab.assembly import build_data, build_network, build_preprocess, build_trainer, build_trial, settle_model
 from vitlab.checks import require
 from vitlab.config import RunConfig
 from vitlab.data.datasets import Dataset, fingerprint, load_dataset
@@ -29,7 +28,9 @@ from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import Finished, InputError, RunError
 from vitlab.models.safetensors_file import read_safetensors
-from vitlab.showing import conclude, describe, describe_data, preview, show_evaluation
+from vitlab.runs.networks import build_network, build_preprocess, settle_model
+from vitlab.runs.parts import build_data, build_trainer, build_trial
+from vitlab.runs.showing import conclude, describe, describe_data, preview, show_evaluation
 from vitlab.text import say
 
 _CURVES = ("val/top1", "val/loss", "train/loss")

@@ -12,18 +12,19 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from vitlab.assembly import build_data, build_network, build_trainer
 from vitlab.checks import require
 from vitlab.config import RunConfig
 from vitlab.data.datasets import fingerprint, load_dataset
 from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess
 from vitlab.engine.device import resolve_device
-from vitlab.engine.keeper import gradient_norms
+from vitlab.engine.optim import gradient_norms
 from vitlab.engine.run_folder import RunFolder, require_run
 from vitlab.engine.state import capture, differing_tensors, list_states, load_state, step_of
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import InputError, NonFinite
+from vitlab.runs.networks import build_network
+from vitlab.runs.parts import build_data, build_trainer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""A run from its configuration: its parts, its course, what it shows, and a piece of it made again."""
