@@ -30,6 +30,7 @@ from vitlab.models.files import load_model, save_model
 
 ERRORS = [errno.ENOSPC, errno.EIO]
 CLASSES = ("ant", "bee")
+RUN = {"config": {}, "data": {"counts": {}}, "preprocess": {}}
 WATCHED = ("mkdir", "rename", "replace", "unlink", "rmdir", "open", "fsync")
 
 
@@ -186,20 +187,24 @@ def tensors(number):
     return {"model.a": torch.full((3, 2), float(number)), "optimizer.0.step": torch.tensor(float(number))}
 
 
+def record(number):
+    return {"number": number, "run": RUN}
+
+
 def whole_state(folder):
     """Load what a run would go on from; give the number that its every part holds."""
-    path, record = _newest_whole(list_states(folder), lambda line: None)
+    path, told = _newest_whole(list_states(folder), lambda line: None)
     loaded = load_state(path)[0]
-    assert all(torch.equal(value, tensors(record["number"])[name]) for name, value in loaded.items())
-    return record["number"]
+    assert all(torch.equal(value, tensors(told["number"])[name]) for name, value in loaded.items())
+    return told["number"]
 
 
 @pytest.mark.parametrize(("old", "new"), [("step-1", "step-2"), ("step-2", "step-2")], ids=["next", "again"])
 def test_state_is_whole_after_a_power_cut_at_any_moment_of_a_save(disk, tmp_path, old, new):
     resume = disk.root / "resume"
-    save_state(resume / old, tensors(1), {"number": 1})
+    save_state(resume / old, tensors(1), record(1))
     with disk.watching():
-        save_state(resume / new, tensors(2), {"number": 2})
+        save_state(resume / new, tensors(2), record(2))
         saved = disk.moment
         drop_old_states(resume, keep=1)
     found = {1: 0, 2: 0}
@@ -208,7 +213,7 @@ def test_state_is_whole_after_a_power_cut_at_any_moment_of_a_save(disk, tmp_path
         number = whole_state(again)
         found[number] += 1
         assert number == 2 or moment < saved
-        save_state(again / new, tensors(3), {"number": 3})  # whatever the power cut left half written there
+        save_state(again / new, tensors(3), record(3))  # whatever the power cut left half written there
         drop_old_states(again, keep=1)
         assert [path.name for path in again.iterdir()] == [new]
         assert whole_state(again) == 3
@@ -218,7 +223,7 @@ def test_state_is_whole_after_a_power_cut_at_any_moment_of_a_save(disk, tmp_path
 
 def test_first_state_is_there_after_a_power_cut_once_it_is_saved(disk, tmp_path):
     with disk.watching():
-        save_state(disk.root / "resume" / "step-0", tensors(0), {"number": 0})
+        save_state(disk.root / "resume" / "step-0", tensors(0), record(0))
         saved = disk.moment
     held = 0
     for moment, files in disk.after_a_power_cut():
@@ -242,7 +247,7 @@ def test_logs_reach_the_disk_before_the_state_that_follows_them(disk, tmp_path):
             log.flush()
             with folder.metrics.open("a") as file:
                 file.write(json.dumps({"step": step}) + "\n")
-            writer.start(step, tensors(step), {"number": step})
+            writer.start(step, tensors(step), record(step))
             writer.wait()
     log.close()
     checked = 0
@@ -314,7 +319,7 @@ def test_state_survives_a_failure_of_any_call_of_the_next_save(disk, old, new, e
     resume = disk.root / "resume"
 
     def save(number):
-        save_state(resume / (old if number == 1 else new), tensors(number), {"number": number})
+        save_state(resume / (old if number == 1 else new), tensors(number), record(number))
         drop_old_states(resume, keep=1)
 
     save(1)
@@ -339,7 +344,7 @@ def test_state_survives_a_failure_of_any_call_of_the_next_save(disk, old, new, e
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
 def test_first_state_may_fail_at_any_call_and_be_saved_after_that(disk, error):
     resume = disk.root / "resume"
-    save = [resume / "step-0", tensors(0), {"number": 0}]
+    save = [resume / "step-0", tensors(0), record(0)]
     count = calls_of(disk, lambda: save_state(*save))
     for call in range(1, count + 1):
         shutil.rmtree(resume)
@@ -379,7 +384,7 @@ def test_logs_that_cannot_be_synced_fail_before_the_state_is_written(tmp_path, m
 
     writer = StateWriter(tmp_path / "resume", keep=2, past=(tmp_path / "gone", tmp_path / "metrics.jsonl"))
     monkeypatch.setattr(os, "fsync", fail)
-    writer.start(1, tensors(1), {"number": 1})
+    writer.start(1, tensors(1), record(1))
     with pytest.raises(RunError, match=rf"^cannot write .*metrics\.jsonl: {os.strerror(error)}; the states before"):
         writer.wait()
     with pytest.raises(InputError):
