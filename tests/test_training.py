@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from vitlab.__main__ import main
 from vitlab.engine import objectives, trainer
 from vitlab.engine.run_folder import RunFolder, fresh_run_folder
-from vitlab.engine.state import list_states, load_state
+from vitlab.engine.state import list_states, load_state, save_state
 from vitlab.errors import InputError, Interrupted, RunError
 from vitlab.models.files import load_model
 from vitlab.runs import training
@@ -272,6 +272,15 @@ def test_resume_refuses_another_configuration_and_names_the_fields(tiny_run, mon
     crash_in_epoch(monkeypatch, 2, tiny_run(train__epochs=3))
     with pytest.raises(InputError, match=r"optim.lr was 0.003, is 0.5"):
         run_training(tiny_run(train__epochs=3, optim__lr=0.5))
+
+
+def test_resume_goes_on_from_a_state_that_lacks_a_field_with_its_default(tiny_run, monkeypatch):
+    crash_in_epoch(monkeypatch, 2, tiny_run(train__epochs=3))
+    (state, *_) = list_states(Path(tiny_run().train.run_dir) / "resume")
+    tensors, record = load_state(state)
+    del record["run"]["config"]["train"]["parallel"], record["run"]["config"]["monitor"]["drawings"]
+    save_state(state, tensors, record)
+    assert run_training(tiny_run(train__epochs=3)).is_dir()
 
 
 def test_resume_passes_over_a_damaged_state(tiny_run, tmp_path, monkeypatch, capsys):

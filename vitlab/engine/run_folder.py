@@ -250,7 +250,8 @@ def require_run(state: Path, record: dict[str, Any]) -> None:
 
 
 def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say: Callable[[str], None]) -> None:
-    old, new = flatten(before), flatten(config.to_dict())
+    # A field that vitlab has learnt since the state was saved had its default then.
+    old, new = flatten(RunConfig().to_dict()) | flatten(before), flatten(config.to_dict())
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     changed = [key for key in changed if not key.startswith(_FREE)]
     altering = [key for key in changed if key not in _LENGTH]
