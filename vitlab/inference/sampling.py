@@ -76,7 +76,10 @@ def sample(
     )
     rows = repeat(given, "n -> b n", b=count) if given.ndim == 1 else given
     choice = ColorChoice(temperature=temperature, top_k=top_k, top_p=top_p)
-    numbers = _random_numbers(seed, count, math.prod(gpt.image_size))
+    shared = (
+        given.cpu().numpy().tobytes() if given.ndim == 1 else b""
+    )  # given for each, the images have numbers already
+    numbers = _random_numbers(seed, count, math.prod(gpt.image_size), given=shared)
     return _draw(gpt, rows, numbers, choice, precision=precision, batch_size=batch_size, on_step=on_step)
 
 
@@ -98,7 +101,8 @@ def complete(
     Args:
         network: a causal ImageGPT.
         given: first pixels, int64 `(B, n)`, n from 0 to N.
-        count: completions of each image. The i-th of any image has the same random numbers as the i-th of `sample`.
+        count: completions of each image. Their random numbers depend on the given pixels, too, so that those of
+            different images have nothing in common.
         temperature: this and what follows are as in `sample`.
         top_k: likeliest colours to draw among; 0 for all.
         top_p: probability of the colours to draw among.
@@ -116,9 +120,11 @@ def complete(
     gpt = require_decodable(network)
     require(type(count) is int and count >= 1, f"count is {count}: give 1 or more completions")
     require(given.ndim == 2, f"given is of shape {tuple(given.shape)}: give (images, first pixels)")
-    B = len(given)
-    rows = repeat(_check_given(gpt, given), "b n -> (b count) n", count=count)
-    numbers = repeat(_random_numbers(seed, count, math.prod(gpt.image_size)), "count n -> (b count) n", b=B)
+    given = _check_given(gpt, given)
+    rows = repeat(given, "b n -> (b count) n", count=count)
+    num_pixels, pixels = math.prod(gpt.image_size), given.cpu().numpy()
+    draws = [_random_numbers(seed, count, num_pixels, given=row.tobytes()) for row in pixels]
+    numbers = torch.cat([torch.empty(0, num_pixels, dtype=torch.float64), *draws])  # of no images none
     choice = ColorChoice(temperature=temperature, top_k=top_k, top_p=top_p)
     drawn = _draw(gpt, rows, numbers, choice, precision=precision, batch_size=batch_size, on_step=on_step)
     return rearrange(drawn, "(b count) n -> b count n", count=count)
@@ -252,15 +258,12 @@ def _pick(probabilities: Tensor, numbers: Tensor) -> Tensor:
     return (sums <= numbers[:, None] * sums[:, -1:]).sum(dim=-1)
 
 
-def _random_numbers(seed: int, count: int, num_pixels: int) -> Tensor:
+def _random_numbers(seed: int, count: int, num_pixels: int, *, given: bytes = b"") -> Tensor:
     """Draw a number in [0, 1) for each pixel of each image, float64 `(count, N)`, from the image's own generator."""
+    place = (given.hex(),) if given else ()
+    seeds = [derive_seed(seed, "sample", image, *place) for image in range(count)]
     rows = [
-        torch.rand(
-            num_pixels,
-            generator=torch.Generator().manual_seed(derive_seed(seed, "sample", image)),
-            dtype=torch.float64,
-        )
-        for image in range(count)
+        torch.rand(num_pixels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds
     ]
     return torch.stack(rows)
 
