@@ -17,11 +17,20 @@ make_environment() {
     export PATH=$PWD/.venv/bin:$PATH
 }
 
-# Installs Debian's copy of Fashion-MNIST, which a test reads, where apt-get is there and may be used without a password.
-# Tried once for each .venv; without it that test skips and says so.
+# Installs Debian's copy of Fashion-MNIST, which a test reads; without it that test skips and says so.
 install_fashion_mnist() {
-    local sudo=() tried=.venv/tried-fashion-mnist
-    if [ -d /usr/share/datasets/fashion-mnist ] || [ -e "$tried" ] || ! command -v apt-get > /dev/null; then
+    [ -d /usr/share/datasets/fashion-mnist ] || install_debian dataset-fashion-mnist
+}
+
+# Installs a browser, in which tests open pages; without one they skip and say so.
+install_chromium() {
+    command -v chromedriver > /dev/null || install_debian chromium chromium-driver
+}
+
+# Installs Debian's packages for tests, where apt-get is there and may be used without a password. Tried once a .venv.
+install_debian() {
+    local sudo=() tried=.venv/tried-$1
+    if [ -e "$tried" ] || ! command -v apt-get > /dev/null; then
         return 0
     fi
     if [ "$(id -u)" -ne 0 ]; then
@@ -29,10 +38,10 @@ install_fashion_mnist() {
         sudo=(sudo -n)
     fi
     touch "$tried"
-    echo "installing dataset-fashion-mnist for a test (once)"
+    echo "installing $* for tests (once)"
     {
         "${sudo[@]}" apt-get update -o Acquire::Retries=0 -o Acquire::http::Timeout=20
         "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-            -o Acquire::http::Timeout=20 dataset-fashion-mnist
+            -o Acquire::http::Timeout=20 "$@"
     } > /dev/null 2>&1 < /dev/null || true
 }

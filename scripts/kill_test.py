@@ -321,13 +321,16 @@ def _outcome(run: Path) -> dict[str, Any]:
 
 
 def _tensorboard(folder: Path) -> dict[str, Any]:
-    """Give every scalar point, each step as often as it is there."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.endswith(_SPEEDS)]
-    return {f"tensorboard {tag}": [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
+    """Give every value that TensorBoard shows, each step as often as it is there; a digest of what is no number."""
+    shown: dict[str, Any] = {}
+    for event, _ in read_events(folder / EVENTS_NAME):
+        for value in event.summary.value:
+            if value.tag.endswith(_SPEEDS) or value.tag.startswith("_hparams_"):  # a start time is among the latter
+                continue
+            digest = hashlib.sha256(value.SerializeToString(deterministic=True)).hexdigest()
+            point = value.simple_value if value.HasField("simple_value") else digest
+            shown.setdefault(f"tensorboard {value.tag}", []).append((event.step, point))
+    return shown
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment dev,heif,parquet
 install_fashion_mnist
+install_chromium
 
 ruff format --check .
 ruff check .

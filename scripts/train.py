@@ -12,7 +12,7 @@ from rich.console import Console
 import vitlab
 from vitlab.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from vitlab.data.datasets import load_dataset
-from vitlab.errors import InputError, Interrupted, RunError
+from vitlab.errors import InputError, Interrupted, RunError, is_told_here
 
 
 def main() -> int:
@@ -37,7 +37,8 @@ def main() -> int:
     try:
         run = vitlab.train(config, console=Console())
     except (InputError, RunError, Interrupted) as error:
-        print(error, file=sys.stderr)
+        if is_told_here(error):
+            print(error, file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     if os.environ.get("RANK", "0") != "0":  # of several processes one is enough for the rest
         return 0

@@ -43,6 +43,16 @@ def color_folder(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def noise_folder(tmp_path_factory) -> Path:
+    """A folder like `color_folder`, whose classes are all grey noise: nothing can be learned, and mistakes are left."""
+    root = tmp_path_factory.mktemp("noise")
+    for seed, name in enumerate(COLORS):
+        for part, (split, count) in enumerate((("train", 13), ("val", 5))):
+            write_images(root / split / name, (128, 128, 128), count, 10 * seed + part)
+    return root
+
+
 def tiny_config(data: Path, run_dir: Path, **changes) -> RunConfig:
     """Give a small configuration, changed by dotted fields such as `train__epochs=2`."""
     config = RunConfig(

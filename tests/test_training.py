@@ -20,6 +20,7 @@ from vitlab.engine import objectives, trainer
 from vitlab.engine.run_folder import RunFolder, fresh_run_folder
 from vitlab.engine.state import list_states, load_state, save_state
 from vitlab.errors import InputError, Interrupted, RunError
+from vitlab.inference.scoring import read_split
 from vitlab.models.files import load_model
 from vitlab.runs import training
 from vitlab.runs.training import run_training
@@ -79,6 +80,7 @@ def test_run_learns_and_writes_the_whole_run_folder(tiny_run, capsys):
     run = run_training(config)
     assert {path.name for path in run.iterdir()} == {
         ".lock",
+        "README.md",
         "best.safetensors",
         "config.yaml",
         "confusion.png",
@@ -185,6 +187,24 @@ def test_resume_refuses_a_data_set_that_has_changed(tiny_run, color_folder, tmp_
     (root / "train" / "red" / "003.png").unlink()
     with pytest.raises(InputError, match=r"it had train 39, .*here are train 38"):
         run_training(config)
+
+
+def test_resume_refuses_a_changed_pixel_where_contents_are_hashed(tiny_run, color_folder, tmp_path, monkeypatch):
+    root = tmp_path / "photos"
+    shutil.copytree(color_folder, root)
+    config = tiny_run(data__root=str(root), data__hash_contents=True, train__epochs=3)
+    crash_in_epoch(monkeypatch, 2, config)
+    model = load_model(config.train.run_dir)
+    assert read_split(model, str(root), "val").is_own
+    for name in ("train", "val"):
+        path = next((root / name / "red").iterdir())
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    scored = read_split(model, str(root), "val")
+    assert not scored.is_own
+    assert "not the val images of the model's own run" in scored.note
+    with pytest.raises(InputError, match=r"the images of .*photos are not those of .*step-"):
+        run_training(config)
+    run_training(tiny_run(data__root=str(root), train__epochs=3))  # without it name and size count
 
 
 def test_going_back_to_an_older_state_leaves_the_later_ones_behind(tiny_run, tmp_path, monkeypatch):

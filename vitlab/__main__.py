@@ -10,14 +10,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from vitlab.errors import Finished, InputError, Interrupted, PeerLost, RunError
+from vitlab.errors import Finished, InputError, Interrupted, RunError, is_told_here
 from vitlab.text import printable
 
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
+_AFTER_MAIN_S = 3.0
 _OUT_OF_MEMORY = (
     "memory is full: give fewer images at a time (train.batch_size with more train.accumulate, "
     "or --batch_size), or train.grad_checkpointing true"
@@ -32,31 +34,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _ended_by_signals():
             return _run(sys.argv[1:] if arguments is None else arguments)
-    except PeerLost as error:  # it has said itself why it ended, unless it was killed
-        return _say(error, 1)
     except Finished as error:  # all that was asked for is there: a scheduler that starts the job again is content
-        return _say(error, 0)
+        return _end(error, 0)
     except InputError as error:
-        return _say(error, 2)
+        return _end(error, 2)
     except Interrupted as error:
-        return _say(error, 130)
+        return _end(error, 130)
     except RunError as error:
-        return _say(error, 1, of_one=True)
+        return _end(error, 1)
     except RuntimeError as error:
         from vitlab.engine.device import is_out_of_memory  # not before: it imports torch, as what failed here has
 
         if not is_out_of_memory(error):
             raise
-        return _say(f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})", 1, of_one=True)
-    except KeyboardInterrupt:
-        return _say("interrupted", 130)
-    except BrokenPipeError:
+        return _end(error, 1, f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})")
+    except KeyboardInterrupt as error:
+        return _end(error, 130, "interrupted")
+    except BrokenPipeError as error:
         # The reader of our output has gone, as after `| head`; a second failure while Python flushes is silenced.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _say("stopped: whoever read the output has gone", 1)
+        return _end(error, 1, "stopped: whoever read the output has gone")
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _say(f"{error.strerror or error}{where}", 2 if error.errno in _WRONG_PATH else 1)
+        return _end(error, 2 if error.errno in _WRONG_PATH else 1, f"{error.strerror or error}{where}")
 
 
 @contextmanager
@@ -93,18 +93,21 @@ def _run(arguments: Sequence[str]) -> int:
     return int(getattr(commands, name)(options))
 
 
-def _say(message: object, code: int, *, of_one: bool = False) -> int:
-    """Print how a command ended, and give its code; of several processes the first alone says what all meet alike."""
-    rank = os.environ.get("RANK", "0")
-    who = "" if rank == "0" else f" process {rank}:"
-    if of_one or rank == "0":
-        print(f"vitlab:{who} {printable(str(message))}", file=sys.stderr)
+def _end(error: BaseException, code: int, message: str | None = None) -> int:
+    """Print how a command ended, by default what the error says, and give its code; of several processes one prints."""
+    if is_told_here(error):
+        rank = os.environ.get("RANK", "0")
+        who = "" if rank == "0" else f" process {rank}:"
+        print(f"vitlab:{who} {printable(message or str(error))}", file=sys.stderr)
+    elif not hasattr(error, "teller"):  # a launcher ends all at the first that ends, which is to be process 0
+        time.sleep(_AFTER_MAIN_S)
     return code
 
 
 if __name__ == "__main__":
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # an interpreter that ends around the threads of a process group may abort
+        code = 0 if code == 3 else code  # torchrun takes all but 0 for a failure, and would make the same again
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

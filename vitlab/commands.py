@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vitlab.engine.distributed import Processes
+    from vitlab.inference.folder import Predictions
     from vitlab.inference.sameness import Sameness
 
 
@@ -90,13 +91,17 @@ def evaluate(options: EvaluateOptions) -> int:
 
 def _evaluate(options: EvaluateOptions, processes: "Processes") -> int:
     from vitlab.engine.device import resolve_device
+    from vitlab.inference.check_report import require_outside
+    from vitlab.inference.report import write_report
     from vitlab.inference.scoring import read_split, score
     from vitlab.models.files import load_model
 
     console = Console(quiet=not processes.is_main)
     check_outputs(json=options.json, confusion=options.confusion)
+    if options.report is not None:
+        require_outside(Path(options.report), options.data)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
-    if options.confusion is not None:
+    if options.confusion is not None or options.report is not None:
         model.require_classes(options.checkpoint)
     scored = read_split(model, options.data, options.split)
     for line in (*scored.log, *([f"note: {scored.note}"] if scored.note else [])):
@@ -119,6 +124,19 @@ def _evaluate(options: EvaluateOptions, processes: "Processes") -> int:
     write_json(console, options.json, result)
     if options.confusion is not None:
         draw_confusion(console, Path(options.confusion), scores)
+    if options.report is not None:
+        with progress_bar(console) as progress:
+            page = write_report(
+                Path(options.report),
+                model,
+                scored,
+                scores,
+                result,
+                conformal_level=options.conformal_level,
+                workers=options.workers,
+                progress=progress,
+            )
+        say(console, f"report: {page}")
     return SKIPPED_SOME if scores.errors else 0
 
 
@@ -161,33 +179,51 @@ def predict(options: PredictOptions) -> int:
 
 
 def _predict(options: PredictOptions, processes: "Processes") -> int:
-    from vitlab.inference.folder import check_out, describe, predict_files, predictions_table
+    from vitlab.inference.folder import check_outputs as check_rows
+    from vitlab.inference.folder import predict_files
     from vitlab.inference.predictor import Predictor
+    from vitlab.inference.tables import describe, predictions_table
 
     console = Console(quiet=not processes.is_main)
-    out = None if options.out is None else Path(options.out)
-    check_out(out)
-    predictor = Predictor(options.checkpoint, device=options.device, batch_size=options.batch_size)
+    out, embeddings, by_class = (
+        None if path is None else Path(path) for path in (options.out, options.embeddings, options.by_class)
+    )
+    check_rows(out=out, embeddings=embeddings, resume=options.resume)
+    predictor = Predictor(options.checkpoint, device=options.device, batch_size=options.batch_size, tta=options.tta)
     with progress_bar(console) as progress:
         result = predict_files(
             predictor,
             options.paths,
             out=out,
             top_k=options.top_k,
+            abstain_below=options.abstain_below,
+            embeddings=embeddings,
+            by_class=by_class,
+            resume=options.resume,
             workers=options.workers,
             processes=processes,
             progress=progress,
         )
-    if out is None and console.is_terminal:
+    if result.rows and console.is_terminal:
         console.print(predictions_table(result.rows))
-    elif out is None:
+    else:
         for row in result.rows:
             say(console, describe(row))
-    for error in result.errors if out is not None else ():
+    for error in result.errors if not result.rows else ():
         say(console, f"unreadable: {error}")
-    counts = [f"{result.count} images classified", f"{len(result.errors)} unreadable", f"{result.ignored} other files"]
+    _say_counts(console, result, out=out)
+    return SKIPPED_SOME if result.unreadable else 0
+
+
+def _say_counts(console: Console, result: "Predictions", *, out: Path | None) -> None:
+    counts = [f"{result.count} images classified", f"{result.unreadable} unreadable", f"{result.ignored} other files"]
+    for number, what in (
+        (result.abstained, "without a label"),
+        (result.copied, "copied"),
+        (result.resumed, "done before"),
+    ):
+        counts += [f"{number} {what}"] if number else []
     say(console, ", ".join(counts) + ("" if out is None else f": {out}"))
-    return SKIPPED_SOME if result.errors else 0
 
 
 def probe(options: ProbeOptions) -> int:

@@ -1,6 +1,7 @@
 """The kinds of ending that a command reports in one line instead of a traceback."""
 
 import difflib
+import os
 from collections.abc import Iterable
 
 _MANY = 120
@@ -29,6 +30,17 @@ class NonFinite(RunError):  # noqa: N818 - what it says of a number
 
 class Interrupted(RuntimeError):  # noqa: N818 - an ending, not an error
     """A signal ended the run after its state was saved. Exit code 130."""
+
+
+def leave_telling(error: BaseException, rank: int | None) -> None:
+    """Note which of several processes reports an ending that they share; None where its cause is reported already."""
+    error.teller = rank  # type: ignore[attr-defined]
+
+
+def is_told_here(error: BaseException) -> bool:
+    """Say whether this process reports an ending: the one that was settled on, else process 0."""
+    teller: int | None = getattr(error, "teller", 0)
+    return int(os.environ.get("RANK", "0")) == teller
 
 
 def unknown_name(what: str, given: str, valid: Iterable[str]) -> InputError:

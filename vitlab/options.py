@@ -45,6 +45,10 @@ class EvaluateOptions:
     """Write all scores to this file, as fractions."""
     confusion: str | None = None
     """Draw the confusion matrix to this PNG file."""
+    report: str | None = None
+    """Write a page of figures, tables and the worst mistakes, index.html, into this folder; outside of the data set."""
+    conformal_level: float = 0.9
+    """For the report: how often the sets of classes that it gives are to hold the true one."""
     on_error: Literal["stop", "skip"] = "stop"
     """At an unreadable image: `stop`, or `skip` it, list it and end with exit code 3."""
     batch_size: int = 64
@@ -57,6 +61,8 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         check_positive("batch_size", self.batch_size)
         check_workers(self.workers)
+        if not 0 < self.conformal_level < 1:
+            raise InputError(f"--conformal_level is {self.conformal_level}: give a share between 0 and 1, such as 0.9")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,16 @@ class PredictOptions:
     """File for the rows: .csv, .jsonl or .parquet; default: a table on the terminal."""
     top_k: int = 5
     """Classes in a row, the likeliest first; at most as many as the model knows."""
+    tta: Literal["none", "flip"] = "none"
+    """Test-time augmentation; `flip`: the mean of the probabilities of an image and of its mirror image."""
+    abstain_below: float | None = None
+    """An image whose likeliest class has less than this probability gets no label; its probabilities stay."""
+    embeddings: str | None = None
+    """Write what the network's last layer sees of each image to this .npy file, a row for each of --out."""
+    by_class: str | None = None
+    """Copy each image into a folder of its likeliest class in this folder, where nothing is overwritten."""
+    resume: bool = False
+    """Go on where a run of the same command was interrupted, or leave its finished file as it is."""
     batch_size: int = 32
     """Images at a time; the numbers do not depend on it."""
     workers: int | None = None
@@ -82,6 +98,9 @@ class PredictOptions:
         check_positive("batch_size", self.batch_size)
         check_positive("top_k", self.top_k)
         check_workers(self.workers)
+        share = self.abstain_below
+        if share is not None and not 0 < share <= 1:
+            raise InputError(f"--abstain_below is {share}: give a probability above 0, at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)

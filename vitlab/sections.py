@@ -107,6 +107,8 @@ class DataConfig:
     """Mean of each channel in [0, 1] that is subtracted; else ImageNet's, and 0.5 for greyscale."""
     std: tuple[float, ...] | None = None
     """Standard deviation of each channel that is divided by; else ImageNet's, and 0.25 for greyscale."""
+    hash_contents: bool = False
+    """Read every file for the data set's fingerprint, so that a changed pixel is noticed where name and size stay."""
     allow_empty_classes: bool = False
     """Keep a class folder without images as a class instead of stopping."""
     download: bool = False
@@ -349,6 +351,10 @@ class MonitorConfig:
     """Optimizer steps between points of the training curves."""
     drawings: int = 8
     """Images that an ImageGPT of next pixels draws at each evaluation, and half as many that it completes; or 0."""
+    histograms: bool = False
+    """TensorBoard shows how weights and gradients are spread, at each evaluation and each epoch's last step."""
+    embeddings: bool = False
+    """TensorBoard's projector shows the features of up to 1,000 validation images, as of the best weights so far."""
 
     def __post_init__(self) -> None:
         require_values(self, section="monitor")

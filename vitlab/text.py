@@ -6,10 +6,32 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+_NOT_IN_FILES = frozenset('/\\:*?"<>|`$')
+
+_MARKDOWN = frozenset('!"#$&*:.<>?@[\\]^_`{|}~')
+
 
 def printable(text: str) -> str:
     """Escape what a terminal would obey or could not encode, such as an escape sequence in a file's name."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def markdown(text: str) -> str:
+    """Escape a text for Markdown, so that it reads as it is: no markup, no cell of a table, no HTML, on one line."""
+    return "".join(f"\\{char}" if char in _MARKDOWN else char for char in printable(text))
+
+
+def file_name(text: str, *, longest_bytes: int = 200) -> str:
+    """Turn any text into the name of one file: never hidden, never a path, nothing that a shell or terminal would obey.
+
+    Names of two texts may be one. What is harmless stays as it is; of what is too long the suffix stays.
+    """
+    harmless = "".join(char if char.isprintable() and char not in _NOT_IN_FILES else "_" for char in text)
+    harmless = harmless.strip(" ").lstrip(".-").rstrip(". ") or "_"
+    _, dot, suffix = harmless.rpartition(".")
+    end = f".{suffix}".encode() if dot and len(suffix) <= 10 else b""
+    kept = harmless.encode()[: len(harmless.encode()) - len(end)][: longest_bytes - len(end)]
+    return kept.decode(errors="ignore") + end.decode()
 
 
 def duration(seconds: float) -> str:

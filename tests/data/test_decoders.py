@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitlab.data import decoders
+from vitlab.data import decoders, images
 from vitlab.data.decoders import decode
 from vitlab.data.images import ImageError, decode_image, read_shrunk
 
@@ -122,3 +122,42 @@ def test_read_shrunk_gives_other_formats_whole(tmp_path):
     assert size == (20, 30)
     with pytest.raises(ImageError, match=r"gone\.png: cannot be opened"):
         read_shrunk(tmp_path / "gone.png", lambda height, width: 8)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "mode", "options", "decoder_bytes"),  # measured: what reading 12 million pixels took beside the result
+    [
+        ("PNG", "L", {}, 1),
+        ("PNG", "I;16", {}, 2),
+        ("PNG", "RGB", {}, 4),
+        ("TIFF", "CMYK", {}, 4),
+        ("GIF", "P", {}, 1),
+        ("WEBP", "RGB", {}, 14),
+        ("AVIF", "RGB", {}, 8),
+        ("JPEG2000", "RGB", {}, 17),
+        ("JPEG", "RGB", {}, 0),
+        ("JPEG", "RGB", {"progressive": True, "subsampling": 0}, 6),
+        ("JPEG", "RGB", {"progressive": True, "subsampling": 2}, 3),
+    ],
+)
+def test_decode_refuses_what_would_take_more_memory_than_the_limit(monkeypatch, fmt, mode, options, decoder_bytes):
+    monkeypatch.setattr(decoders, "_STRIP_BYTES", 0)
+    data = encoded(Image.new(mode, (100, 80)), fmt, **options)
+    needed = len(data) + (max(decoder_bytes, 3) + 3) * 100 * 80
+    monkeypatch.setattr(decoders, "MEMORY_LIMIT", needed)
+    assert decode_image(data, "a").shape == (80, 100, 3)
+    monkeypatch.setattr(decoders, "MEMORY_LIMIT", needed - 1)
+    with pytest.raises(ImageError, match=r"a: 100x80 in this format takes 0 MB to read, more than 0: scale the pic"):
+        decode_image(data, "a")
+
+
+def test_memory_limit_lets_what_cameras_write_pass():
+    for megapixels, scale, decoder_bytes in ((25, 1, 0), (50, 2, 3 * 50_000_000), (25, 1, 4 * 25_000_000)):
+        decoders._require_memory(megapixels * 1000, 1000, scale, 30_000_000, decoder_bytes)
+
+
+def test_read_shrunk_refuses_a_file_that_fills_memory(tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(encoded(Image.fromarray(noise(8, 9)), "PNG"))
+    monkeypatch.setattr(images, "MEMORY_LIMIT", 100)
+    with pytest.raises(ImageError, match=r"a\.png: is a file of 0 MB: scale the picture down"):
+        read_shrunk(tmp_path / "a.png", lambda height, width: 1)

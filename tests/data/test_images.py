@@ -381,6 +381,16 @@ def test_list_images_ends_at_link_loops(tmp_path, write_image):
     assert list_images([tmp_path])[0] == [real]
 
 
+def test_list_images_keeps_a_link_to_itself_as_an_image_that_cannot_be_read(tmp_path, write_image):
+    write_image(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to("b.png")
+    (tmp_path / "c").symlink_to("c")
+    images, ignored = list_images([tmp_path])
+    assert ([path.name for path in images], [path.name for path in ignored]) == (["a.png", "b.png"], ["c"])
+    with pytest.raises(ImageError, match=r"b\.png: cannot be opened: Too many levels"):
+        read_image(images[1])
+
+
 def test_list_images_follows_links_between_neighbours(tmp_path, write_image):
     write_image(tmp_path / "a/1.png")
     write_image(tmp_path / "b/2.png")

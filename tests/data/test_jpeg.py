@@ -70,7 +70,7 @@ def test_decode_gives_pillows_pixels_of_every_coding(options, size):
         data = encoded(image, **options)
         header = jpeg.read_header(data)
         assert (header.height, header.width) == size
-        assert (header.is_progressive, header.has_metadata) == ("progressive" in options, False)
+        assert (header.held_bytes > 0, header.has_metadata) == ("progressive" in options, False)
         assert data[header.end :] == b"\xff\xd9"
         np.testing.assert_array_equal(jpeg.decode(data, 1), by_pillow(data))
 
@@ -93,6 +93,16 @@ def test_read_header_leaves_what_opencv_reads_otherwise():
     for other in (0xC3, 0xC9, 0xCA):  # lossless, arithmetic
         assert jpeg.read_header(whole[: frame + 1] + bytes([other]) + whole[frame + 2 :]) is None
     assert jpeg.read_header(whole[: frame + 4] + b"\x0c" + whole[frame + 5 :]) is None  # 12 bits
+
+
+@pytest.mark.parametrize(("subsampling", "samples"), [(0, 3), (1, 2), (2, 1.5)])
+def test_read_header_counts_the_coefficients_that_several_scans_keep_in_memory(subsampling, samples):
+    header = jpeg.read_header(encoded(smooth(40, 56), progressive=True, subsampling=subsampling))
+    assert header.held_bytes == 2 * samples * 40 * 56
+    whole = encoded(smooth(40, 56), subsampling=subsampling)
+    scan = whole.index(b"\xff\xda\x00\x0c\x03")  # of three components
+    assert jpeg.read_header(whole).held_bytes == 0
+    assert jpeg.read_header(whole[: scan + 4] + b"\1" + whole[scan + 5 :]).held_bytes == 2 * samples * 40 * 56
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
@@ -137,6 +147,6 @@ def test_decode_image_leaves_to_pillow_what_opencv_fails_at(monkeypatch, error):
     monkeypatch.setattr(jpeg.cv2, "imdecode", fail)
     data = encoded(smooth(20, 30))
     np.testing.assert_array_equal(decode_image(data, "a"), by_pillow(data))
-    monkeypatch.setattr(decoders, "_upright_rgb", fail)
+    monkeypatch.setattr(decoders, "_read_rgb", fail)
     with pytest.raises(ImageError, match=r"a\.jpg: damaged or not supported"):
         decode_image(data, "a.jpg")

@@ -9,7 +9,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from vitlab.data.preprocess import EvalTransform, Preprocess
-from vitlab.data.resize import resize
+from vitlab.data.resize import crop_center, resize, resize_center
 from vitlab.errors import InputError
 
 GREY = {"channels": 1, "mean": (0.5,), "std": (0.25,)}
@@ -102,6 +102,17 @@ def test_resize_equals_pillow_where_an_image_grows_or_is_small(shape):
     image = noise(*shape)
     pillow = np.asarray(Image.fromarray(image).resize((160, 256), Image.Resampling.BICUBIC))
     np.testing.assert_array_equal(resize(image, 256, 160, "bicubic"), pillow)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("shape", [(512, 384), (384, 512), (701, 250), (250, 701), (257, 255), (130, 2000), (100, 90)])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_resize_center_is_the_centre_of_the_whole_to_the_bit(shape, interpolation, channels):
+    image = noise(*shape)[:, :, :channels]
+    for resized in ((249, 249), (shape[0] * 199 // 211, shape[1] * 199 // 211), (shape[0] // 2, shape[1] - 7), shape):
+        height, width = max(1, resized[0] * 2 // 3), max(1, resized[1] * 5 // 6)
+        whole = crop_center(resize(image, *resized, interpolation), height, width)
+        np.testing.assert_array_equal(resize_center(image, resized, height, width, interpolation), whole)
 
 
 def test_preprocess_apply_does_not_depend_on_threads_or_change_its_input():

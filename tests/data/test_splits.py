@@ -12,6 +12,7 @@ from vitlab.data.splits import (
     fingerprint,
     locate_split,
     match_classes,
+    may_be_same,
     split_validation,
 )
 from vitlab.errors import InputError
@@ -188,6 +189,24 @@ def test_fingerprint_of_files_stays_when_the_folder_moves_and_changes_with_a_fil
     assert file_fingerprint(root) != first
     (root / "a" / "gone.png").symlink_to(root / "nowhere")
     assert file_fingerprint(root)["counts"] == {"val": 9}
+
+
+def test_fingerprint_with_contents_sees_a_changed_pixel_under_the_same_name_and_size(tmp_path):
+    def record(*, contents):
+        return fingerprint(FileSplit.of_classes("val", {"a": [str(path)]}), contents=contents)
+
+    path = tmp_path / "a.bmp"
+    path.write_bytes(b"one")
+    first, plain = record(contents=True), record(contents=False)
+    assert "contents" not in plain
+    assert may_be_same(first, plain)
+    path.write_bytes(b"two")
+    assert record(contents=False) == plain
+    assert not may_be_same(first, record(contents=True))
+    assert may_be_same(first, record(contents=False))
+    path.unlink()
+    assert not may_be_same(first, record(contents=True))
+    assert not may_be_same(plain, record(contents=False))
 
 
 def test_fingerprint_of_arrays_covers_pixels_labels_and_classes():

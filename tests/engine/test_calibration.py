@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from sklearn.metrics import brier_score_loss, log_loss
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from vitlab.engine.calibration import LogitSample, expected_calibration_error, fit_temperature, join, score_images
+from vitlab.engine.calibration import (
+    LogitSample,
+    expected_calibration_error,
+    fit_temperature,
+    join,
+    reliability_bins,
+    risk_coverage,
+    score_images,
+)
 
 
 def draw(count, num_classes, *, sharpness=1.0, seed=0):
@@ -161,3 +169,36 @@ def test_logit_sample_keeps_every_mth_image_whatever_the_batches(max_values, eve
     assert sample.every == every
     assert torch.equal(kept, logits[::every])
     assert torch.equal(kept_labels, labels[::every])
+
+
+CONFIDENCE = np.array([0.9, 0.6, 0.8, 0.6, 0.95, 0.3])
+CORRECT = np.array([True, False, False, True, True, False])
+
+
+def test_risk_coverage_equals_hand_counted_values():
+    curve = risk_coverage(CONFIDENCE, CORRECT)
+    assert curve.threshold.tolist() == [0.95, 0.9, 0.8, 0.6, 0.3]  # the two of .6 are answered together
+    np.testing.assert_allclose(curve.coverage, [1 / 6, 2 / 6, 3 / 6, 5 / 6, 1])
+    np.testing.assert_allclose(curve.risk, [0, 0, 1 / 3, 2 / 5, 3 / 6])
+    assert curve.most_within(0.0) == 1
+    assert curve.most_within(0.34) == 2
+    assert curve.most_within(0.5) == 4
+    assert risk_coverage(CONFIDENCE, ~CORRECT).most_within(0.2) is None
+    assert [curve.least_covering(share) for share in (0.1, 0.5, 0.6, 1.0)] == [0, 2, 3, 4]
+
+
+def test_reliability_bins_equal_hand_counted_values_and_add_up_to_the_calibration_error():
+    bins = reliability_bins(CONFIDENCE, CORRECT)  # edges at multiples of 1/15
+    assert [(bin.count, bin.correct) for bin in bins] == [(1, 0), (2, 1), (1, 0), (1, 1), (1, 1)]
+    np.testing.assert_allclose([bin.confidence for bin in bins], [0.3, 0.6, 0.8, 0.9, 0.95])
+    assert [bin.accuracy for bin in bins] == [0, 0.5, 0, 1, 1]
+    gap = sum(bin.count * abs(bin.accuracy - bin.confidence) for bin in bins) / len(CORRECT)
+    assert gap == pytest.approx(expected_calibration_error(CONFIDENCE, CORRECT))
+
+
+def test_worst_mistakes_are_the_wrong_ones_in_order_of_surprise():
+    logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [5.0, 0.0], [1.0, 0.0], [float("nan"), 0.0]])
+    images = score_images(logits, torch.tensor([1, 1, 1, 1, 1]), torch.tensor([4, 7, 9, 2, 3]), k=1)
+    assert images.worst_mistakes(10).tolist() == [2, 0, 3]
+    assert images.worst_mistakes(2).tolist() == [2, 0]
+    assert images.at(images.worst_mistakes(2)).index.tolist() == [9, 4]

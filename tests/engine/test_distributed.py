@@ -22,10 +22,15 @@ from vitlab.__main__ import main
 from vitlab.config import AugmentConfig
 from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import load_dataset
-from vitlab.data.loader import Loader
+from vitlab.data.loader import Batch, Loader
 from vitlab.data.preprocess import Preprocess
+from vitlab.engine.distributed import ALONE
+from vitlab.engine.objectives import Classification
+from vitlab.engine.parallel import Wrapped, batch_norms
 from vitlab.engine.state import differing_tensors, list_states, load_state
 from vitlab.inference.sameness import compare_bits
+from vitlab.models.catalog import create_model
+from vitlab.models.files import save_model
 
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 HERE = Path(__file__).parent
@@ -99,6 +104,7 @@ def configs(color_config):
         "masked": pixels | {"objective__name": "masked_pixel", "model__overrides": masked},
         "joint": pixels | {"objective__name": "joint", "model__overrides": masked, "objective__corruption": "bert"},
     }
+    runs["sharded lamb"] = runs["sharded"] | {"optim__name": "lamb", "optim__clip_grad": 0.5}
     common = {"monitor__drawings": 2, "monitor__tensorboard": False, "augment__hflip": 0.5}
     return {name: color_config(Path("unused"), **PLAIN, **common, **changes) for name, changes in runs.items()}
 
@@ -120,6 +126,8 @@ def two(configs, color_config, color_folder, tmp_path_factory):
     sharded = color_config(Path("unused"), **RANDOM | {"train__ema_decay": None}, train__parallel="fsdp")
     runs["random"] = jobs.train("random", sharded)
     runs["resumed"] = jobs.train("resumed", sharded, resume=runs["random"] / "resume" / "step-7")
+    norms = {"model__name": "timm/test_efficientnet", "model__overrides": {}, "model__image_size": (32, 48)}
+    runs["norms"] = jobs.train("norms", color_config(Path("unused"), **norms, train__steps=5))
     run, out = str(runs["vit"]), jobs.folder
     jobs.lines += [
         ["evaluate", run, "--data", str(color_folder), "--json", str(out / "scores.json"), "--batch_size", "4"],
@@ -137,8 +145,38 @@ def four(configs, color_config, tmp_path_factory):
     config = color_config(Path("unused"), **RANDOM)
     runs["random"] = jobs.train("random", config)
     runs["resumed"] = jobs.train("resumed", config, resume=runs["random"] / "resume" / "step-7")
+    evaluate = ["evaluate", str(constant_model(jobs.folder)), "--data", str(ten_images(jobs.folder))]
+    jobs.lines += [[*evaluate, "--json", str(jobs.folder / f"ten-{size}.json"), "--batch_size", size] for size in "37"]
     jobs.run(4)
     return runs
+
+
+def constant_model(folder: Path) -> Path:
+    """Write a model file that takes every image for the first class."""
+    network = create_model("vit_tiny", num_classes=2, image_size=8, **VIT)
+    with torch.no_grad():
+        network.head.weight.zero_()
+        network.head.bias.copy_(torch.tensor([3.0, 0.0]))
+    path = folder / "constant.safetensors"
+    save_model(
+        path,
+        network,
+        classes=("ant", "bee"),
+        preprocess=Preprocess(image_size=(8, 8)),
+        metrics={},
+        data={"name": "ten"},
+    )
+    return path
+
+
+def ten_images(folder: Path) -> Path:
+    """Write a validation split whose images 0 and 1 alone are of the first class."""
+    for split, counts in (("val", (2, 8)), ("train", (1, 1))):
+        for name, count in zip(("ant", "bee"), counts, strict=True):
+            (folder / "ten" / split / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (9, 8), (10 * number, 0, 0)).save(folder / "ten" / split / name / f"{number}.png")
+    return folder / "ten"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -192,7 +230,7 @@ def _corner(image, seed):
     return image[:4, :4]
 
 
-@pytest.mark.parametrize("name", ["vit", "sharded", "swin", "next"])
+@pytest.mark.parametrize("name", ["vit", "sharded", "sharded lamb", "swin", "next"])
 def test_two_processes_end_with_the_weights_of_one(alone, two, name):
     assert_near(alone[name], two[name])
 
@@ -262,6 +300,37 @@ def test_evaluation_counts_each_image_once(two, color_folder, tmp_path):
     assert scores["confusion"] == one["confusion"]
     assert scores["intervals"]["macro_f1"] == one["intervals"]["macro_f1"]
     assert scores["loss"] == pytest.approx(one["loss"], rel=1e-6)
+
+
+def test_the_score_of_a_network_with_batch_norm_is_that_of_its_file(two, color_folder, tmp_path):
+    file = str(two["norms"] / "last.safetensors")
+    line = ["evaluate", file, "--data", str(color_folder), "--json", str(tmp_path / "one.json")]
+    assert main(line) == 0
+    loss = json.loads((tmp_path / "one.json").read_text())["loss"]
+    assert loss == pytest.approx(rows(two["norms"], "val/loss")[-1], rel=1e-5)
+
+
+def test_norms_over_the_batch_rest_where_it_is_one_image():
+    network = create_model("timm/test_efficientnet", num_classes=2, image_size=32)
+    wrapped = Wrapped(Classification(network.train()), ALONE, "ddp")
+    norm = batch_norms(network)[0]
+
+    def mean_after(count: int) -> torch.Tensor:
+        batch = Batch(torch.randn(count, 3, 32, 32) + 5, torch.zeros(count, dtype=torch.int64), torch.arange(count))
+        wrapped(batch).loss.backward()
+        return norm.running_mean.clone()
+
+    first = mean_after(3)
+    assert torch.equal(mean_after(1), first)
+    assert not torch.equal(mean_after(2), first)
+
+
+@pytest.mark.parametrize("size", [3, 7])
+def test_ten_images_on_four_processes_count_each_once(four, size):
+    scores = json.loads((four["vit"].parent / f"ten-{size}.json").read_text())
+    assert scores["count"] == 10
+    assert scores["confusion"] == [[2, 0], [8, 0]]
+    assert scores["top1"] == 0.2
 
 
 def test_predictions_of_two_processes_are_those_of_one(two, color_folder, tmp_path):
@@ -370,6 +439,33 @@ def test_restarts_need_the_name_of_a_folder(color_folder, tmp_path):
         output = launcher.communicate(timeout=120)[0]
     assert launcher.returncode != 0
     assert "give it a name with --train.run_dir" in output
+
+
+def test_what_all_processes_meet_is_said_once(color_config, tmp_path):
+    jobs = Jobs(tmp_path / "jobs")
+    jobs.train("run", color_config(Path("unused"), optim__name="muon", train__parallel="fsdp"))
+    with launched(2, "-m", "vitlab", *jobs.lines[0]) as launcher:
+        output = launcher.communicate(timeout=120)[0]
+    lines = [line for line in output.splitlines() if line.startswith("vitlab:")]
+    assert len(lines) == 1, output
+    assert lines[0].startswith("vitlab: optim.name muon makes other steps")
+    assert not list((tmp_path / "jobs").glob("run/*"))
+
+
+def test_what_one_process_alone_meets_is_said_by_it(color_config, tmp_path):
+    jobs = Jobs(tmp_path / "jobs")
+    jobs.train("run", color_config(Path("unused")))
+    code = (
+        "import os, sys, vitlab.runs.training as t; from vitlab.errors import InputError; from vitlab import __main__\n"
+        "def fail(*a, **k): raise InputError('no such disk here')\n"
+        "if os.environ['RANK'] == '1': t.load_dataset = fail\n"
+        "sys.exit(__main__.main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "one_fails.py").write_text(code)
+    with launched(2, str(tmp_path / "one_fails.py"), *jobs.lines[0]) as launcher:
+        output = launcher.communicate(timeout=120)[0]
+    lines = [line for line in output.splitlines() if line.startswith("vitlab:")]
+    assert lines == ["vitlab: process 1: no such disk here"], output
 
 
 def test_an_image_that_one_process_cannot_read_ends_all_with_its_name(color_config, tmp_path):

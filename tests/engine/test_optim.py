@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from vitlab.config import OptimConfig
-from vitlab.engine.optim import build_ema, build_optimizer, build_schedule, freeze, lr_at, parameter_groups, set_lr
+from vitlab.engine.optim import (
+    build_ema,
+    build_optimizer,
+    build_schedule,
+    freeze,
+    lr_at,
+    parameter_groups,
+    require_shardable,
+    set_lr,
+)
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model
 
@@ -160,3 +169,14 @@ def test_freeze_counts_the_blocks_of_a_davit_one_by_one(count, blocks):
 def test_freeze_refuses_more_blocks_than_there_are():
     with pytest.raises(InputError, match=r"model.freeze 13 asks for more blocks than the network's 12"):
         freeze(network(), 13)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "nadamw", "lion", "lamb"])
+def test_optimizers_whose_steps_on_shards_are_those_on_the_whole_are_let_through(name):
+    require_shardable(OptimConfig(name=name))
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamp", "novograd"])
+def test_optimizers_that_look_at_whole_matrices_are_refused_on_shards(name):
+    with pytest.raises(InputError, match=f"optim.name {name} makes other steps of sharded parameters"):
+        require_shardable(OptimConfig(name=name))

@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from vitlab.engine.tensorboard import EventLog, cut_metrics
+from vitlab.engine.tensorboard import EventLog, cut_metrics, write_embeddings
 
 
 def read(folder):
@@ -78,3 +79,16 @@ def test_metrics_are_cut_to_the_kept_step_and_whole_lines(tmp_path):
     cut_metrics(path, 20)
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:2]
     cut_metrics(tmp_path / "missing.jsonl", 20)
+
+
+def test_embeddings_of_hostile_names_stay_one_row_an_image(tmp_path):
+    images = np.arange(3 * 2 * 4 * 3, dtype=np.uint8).reshape(3, 2, 4, 3)
+    names = [("a\tb", "x\ny"), ("\udcff", "<b>"), ("c", "z")]
+    write_embeddings(tmp_path, np.array([[1.5, -2], [0.25, 3], [1e-8, 4]], np.float32), names, images)
+    assert (tmp_path / "embeddings-names.tsv").read_text() == "class\timage\na\\tb\tx\\ny\n\\udcff\t<b>\nc\tz\n"
+    np.testing.assert_allclose(np.loadtxt(tmp_path / "embeddings.tsv"), [[1.5, -2], [0.25, 3], [1e-8, 4]])
+    with Image.open(tmp_path / "embeddings.png") as grid:
+        pixels = np.asarray(grid)
+    assert pixels.shape == (4, 8, 3)
+    assert np.array_equal(pixels[:2, 4:], images[1])
+    assert np.array_equal(pixels[2:, :4], images[2])

@@ -2,7 +2,9 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vitlab.data.preprocess import Preprocess
-from vitlab.errors import InputError, RunError
-from vitlab.inference import folder
-from vitlab.inference.folder import Prediction, predict_files, predictions_table
+from vitlab.errors import InputError, Interrupted, RunError
+from vitlab.inference import resume, tables
+from vitlab.inference.folder import predict_files
 from vitlab.inference.predictor import Predictor
+from vitlab.inference.tables import Prediction, build_table, describe, predictions_table
 
 # softmax of (1, 0, 0)
 HIGH, LOW = np.e / (np.e + 2), 1 / (np.e + 2)
@@ -252,7 +255,7 @@ def test_predict_files_checks_the_output_before_any_work(tmp_path, monkeypatch):
     ):
         with pytest.raises(InputError, match=message):
             predict_files(None, ["not there"], out=tmp_path / name)
-    monkeypatch.setattr(folder, "find_spec", lambda name: None)
+    monkeypatch.setattr(tables, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r'rows\.parquet needs pyarrow: pip install "vitlab\[parquet\]"'):
         predict_files(None, ["not there"], out=tmp_path / "rows.parquet")
 
@@ -276,10 +279,10 @@ def test_predict_files_keeps_the_old_file_where_it_fails(color_predictor, tmp_pa
             raise KeyboardInterrupt
 
     color_predictor.network.register_forward_pre_hook(fail_at_the_third_batch)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted, match="the rows of 6 of 7 images are kept"):
         predict_files(color_predictor, [images], out=out)
     assert out.read_bytes() == before
-    assert list(out.parent.iterdir()) == [out]
+    assert sorted(path.name for path in out.parent.iterdir()) == [f".{out.name}.parts", out.name]
 
 
 def test_predict_files_says_in_one_line_that_the_disk_is_full(color_predictor, tmp_path, monkeypatch):
@@ -314,7 +317,8 @@ def test_predict_files_writes_parquet_in_groups(color_predictor, tmp_path, monke
     pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
-    monkeypatch.setattr(folder, "_PARQUET_ROWS", 6)
+    monkeypatch.setattr(tables, "_GROUP_ROWS", 6)
+    monkeypatch.setattr(resume, "_PART_ROWS", 4)
     for index in range(14):
         paint(tmp_path / "images" / f"{index:02d}.png")
     predict_files(color_predictor, [tmp_path / "images"], out=tmp_path / "rows.parquet")
@@ -329,6 +333,7 @@ def test_predict_files_moves_a_given_bar_to_its_end(color_predictor, tmp_path):
     progress = Progress(console=Console(file=io.StringIO()))
     predict_files(color_predictor, [tmp_path], progress=progress)
     assert [(task.completed, task.total) for task in progress.tasks] == [(5, 5)]
+    assert re.fullmatch(r"predicting, \d+ images/s", progress.tasks[0].description)
 
 
 @pytest.mark.parametrize(
@@ -355,5 +360,70 @@ def test_predict_files_moves_a_given_bar_to_its_end(color_predictor, tmp_path):
 def test_csv_cells_are_harmless_in_any_spreadsheet(name, cell):
     """Some take a semicolon or a tab to part the cells."""
     file = io.BytesIO()
-    folder._CsvTable(file, 1).write([Prediction(name, labels=(name,), probabilities=(0.5,))])
-    assert list(csv.reader(io.StringIO(file.getvalue().decode(), newline="")))[1] == [cell, "", cell, "0.5"]
+    build_table(Path("rows.csv"), 1).write(file, [Prediction(name, labels=(name,), probabilities=(0.5,))])
+    assert list(csv.reader(io.StringIO(file.getvalue().decode(), newline=""))) == [[cell, "", cell, "0.5"]]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_predict_files_abstains_below_a_probability(color_predictor, tmp_path, suffix):
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    sure = paint(tmp_path / "images" / "sure.png")
+    Image.new("RGB", (5, 4), (255, 200, 0)).save(tmp_path / "images" / "unsure.png")
+    out = tmp_path / f"rows.{suffix}"
+    result = predict_files(color_predictor, [tmp_path / "images"], out=out, top_k=2, abstain_below=0.5)
+    assert (result.count, result.abstained, result.unreadable) == (2, 1, 0)
+    rows = read_csv(out) if suffix == "csv" else read_jsonl(out) if suffix == "jsonl" else read_parquet(out)
+    assert (rows[0]["path"], rows[0]["label_1"], rows[0]["label_2"]) == (str(sure), "red", "green")
+    none = "" if suffix == "csv" else None
+    assert (rows[1]["error"], rows[1]["label_1"], rows[1]["label_2"]) == (none, none, none)
+    share = np.e / (np.e + np.exp(200 / 255) + 1)
+    assert float(rows[1]["probability_1"]) == pytest.approx(share, abs=1e-6)
+    assert describe(predict_files(color_predictor, [tmp_path / "images"], abstain_below=0.5).rows[1]).endswith(
+        f": abstains, the likeliest class has {share:.1%}"
+    )
+
+
+def read_parquet(path):
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def test_predict_files_writes_an_embedding_for_each_row(model_file, odd_images, tmp_path):
+    images = tmp_path / "images"
+    shutil.copytree(odd_images, images)
+    (images / "ant" / "01a.png").write_bytes(b"")
+    predictor = Predictor(model_file, device="cpu", batch_size=4)
+    predict_files(predictor, [images], out=tmp_path / "rows.jsonl", embeddings=tmp_path / "vectors.npy")
+    rows, vectors = read_jsonl(tmp_path / "rows.jsonl"), np.load(tmp_path / "vectors.npy")
+    assert (vectors.shape, vectors.dtype) == ((31, 16), np.float32)
+    head = predictor.network.get_classifier()
+    for row, vector in zip(rows, vectors, strict=True):
+        assert np.isnan(vector).all() == (row["error"] is not None)
+        if row["error"] is None:
+            shares = head(torch.from_numpy(vector)).softmax(dim=0)
+            assert shares.max().item() == pytest.approx(row["probability_1"], abs=1e-5)
+            assert predictor.classes[shares.argmax()] == row["label_1"]
+
+
+def test_predict_files_gives_embeddings_of_nothing_but_unreadable_images(model_file, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"")
+    predict_files(Predictor(model_file), [tmp_path], out=tmp_path / "r.csv", embeddings=tmp_path / "v.npy")
+    assert np.load(tmp_path / "v.npy").shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"resume": True}, "--resume goes on with a file of rows: give it with --out"),
+        ({"embeddings": Path("v.npy")}, "--embeddings has a row for each of a file: give that with --out"),
+        (
+            {"out": Path("r.csv"), "embeddings": Path("v.npz")},
+            r"--embeddings is v\.npz: give a file that ends in \.npy",
+        ),
+    ],
+)
+def test_predict_files_refuses_what_does_not_go_together(wanted, message):
+    with pytest.raises(InputError, match=message):
+        predict_files(None, ["not there"], **wanted)

@@ -188,3 +188,25 @@ heavy = {{"albumentations", "timm", "matplotlib", "sklearn", "tensorboard", "tra
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_flip_gives_the_mean_of_an_image_and_its_mirror_image(model_file):
+    images = torch.randint(0, 256, (3, 3, 12, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    plain, mirrored = (Predictor(model_file).predict_batch(batch) for batch in (images, images.flip(-1)))
+    flipped = Predictor(model_file, tta="flip").predict_batch(images)
+    assert np.abs(plain - mirrored).max() > 0.01
+    np.testing.assert_allclose(flipped, (plain + mirrored) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("tta", ["none", "flip"])
+def test_embeddings_come_with_the_probabilities_of_predict(model_file, tta):
+    predictor = Predictor(model_file, tta=tta)
+    images = torch.randint(0, 256, (3, 3, 12, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    probabilities, embeddings = predictor.embed_batch(images)
+    np.testing.assert_array_equal(probabilities, predictor.predict_batch(images))
+    views = [images, images.flip(-1)] if tta == "flip" else [images]
+    with torch.inference_mode():
+        inputs = [predictor.preprocess.normalize(view) for view in views]
+        tokens = [predictor.network.forward_features(view)[:, 0] for view in inputs]
+        expected = torch.stack([predictor.network.fc_norm(token) for token in tokens]).mean(dim=0)
+    np.testing.assert_allclose(embeddings, expected.numpy(), atol=1e-6)

@@ -72,6 +72,10 @@ class CachedSplit(Split):
         """Give that of the images themselves."""
         return self.source.identity()
 
+    def contents(self) -> Iterator[bytes]:
+        """Give those of the images themselves."""
+        return self.source.contents()
+
     def blank(self) -> NDArray[np.uint8]:
         """Give a prepared image without content."""
         return self.prepare(self.source.blank())

@@ -83,6 +83,7 @@ class Geometry:
             scale = next(s for s in (1, *reversed(_SCALES)) if (-(-height // s), -(-width // s)) == (H, W))
             box = self.draw(height, width, generator)[0].at(scale)
             part = image[box.top : box.top + box.height, box.left : box.left + box.width]
+            part = cv2.copyTo(part, None).reshape(part.shape)  # numpy would take twice as long
             image = resize_torch(part, *self.size, self.interpolation)
         elif self.crop == "padded" and self.padding > 0:
             p = self.padding

@@ -20,11 +20,22 @@ from vitlab.data.splits import (
     cut_validation,
     fingerprint,
     match_classes,
+    may_be_same,
     split_validation,
 )
 from vitlab.errors import InputError
 
-__all__ = ["Dataset", "Split", "SplitName", "files_split", "fingerprint", "load_dataset", "load_parts", "load_split"]
+__all__ = [
+    "Dataset",
+    "Split",
+    "SplitName",
+    "files_split",
+    "fingerprint",
+    "load_dataset",
+    "load_parts",
+    "load_split",
+    "may_be_same",
+]
 
 SplitName = Literal["train", "val", "test", "all"]
 

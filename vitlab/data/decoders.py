@@ -22,8 +22,10 @@ PIXEL_LIMIT = 178_956_970
 it decodes at a smaller scale row by row."""
 
 WHOLE_LIMIT = 50_000_000
-"""Largest width x height where the decoder holds the whole picture: all but sequential JPEG. At four bytes a pixel, and
-one for the result at half the size, 250 MB."""
+"""Largest width x height where the decoder holds the whole picture: all but JPEG of a single scan."""
+
+MEMORY_LIMIT = 256_000_000
+"""Bytes that reading a file may take, its own among them. What would take more is refused before it is decoded."""
 
 FULL_SCALE = 25_000_000
 """Largest width x height that is read at full scale: 75 MB of RGB."""
@@ -41,6 +43,8 @@ _ORIENTATION_TAG = 0x0112
 _PHOTOMETRIC_TAG = 262
 _GROUND = (255, 255, 255)  # what shows through: paper, and the ground that most cut-out pictures are made for
 _STRIP = 2**20  # pixels that are converted at a time
+_STRIP_BYTES = 14  # for each of them
+_DECODER_BYTES = {"WEBP": 10, "AVIF": 4, "HEIF": 12, "JPEG2000": 13}  # for each pixel, beside Pillow's own; measured
 
 
 class UnreadableError(Exception):
@@ -59,7 +63,7 @@ def decode(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, i
         (H, W).
 
     Raises:
-        UnreadableError: the file is damaged, cut off, no image, or larger than PIXEL_LIMIT or WHOLE_LIMIT.
+        UnreadableError: the file is damaged, cut off, no image, or larger than the limits.
     """
     try:
         return _decode_jpeg(data, shrink) or _decode_whole(data)
@@ -80,13 +84,14 @@ def _decode_jpeg(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[
     if header is None:
         return None
     H, W = header.height, header.width
-    _require_size(H, W, WHOLE_LIMIT if header.is_progressive else PIXEL_LIMIT)
+    _require_size(H, W, WHOLE_LIMIT if header.held_bytes else PIXEL_LIMIT)
     orientation = _read_orientation(data) if header.has_metadata else 1
     if orientation >= 5:
         H, W = W, H
     scale = shrink(H, W)
     while FULL_SCALE * scale**2 < H * W:
         scale *= 2
+    _require_memory(H, W, scale, len(data), header.held_bytes)
     image = jpeg.decode(data, scale)
     if image is None:
         return None
@@ -100,8 +105,8 @@ def _decode_whole(data: bytes) -> tuple[NDArray[np.uint8], tuple[int, int]]:
     # Decoders warn of flaws that leave the pixels whole; under -W error a warning would cost the image.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _open(data) as picture:
-            image = _upright_rgb(picture)
+        pixels, orientation = _read_rgb(data)
+    image = _turn(pixels, orientation)  # a copy; Pillow's picture is gone by now
     H, W, _ = image.shape
     return image, (H, W)
 
@@ -117,13 +122,27 @@ def _open(data: bytes) -> Image.Image:
         picture = Image.open(io.BytesIO(data), formats=("HEIF",))
     else:
         picture = Image.open(io.BytesIO(data), formats=_FORMATS)
-    _require_size(picture.height, picture.width, WHOLE_LIMIT)
+    H, W = picture.height, picture.width
+    _require_size(H, W, WHOLE_LIMIT)
+    sample_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2}.get(picture.mode, 4)
+    decoder_bytes = (sample_bytes + _DECODER_BYTES.get(picture.format or "", 0)) * H * W + _STRIP_BYTES * _STRIP
+    _require_memory(H, W, 2 if H * W > FULL_SCALE else 1, len(data), decoder_bytes)
     return picture
 
 
 def _require_size(height: int, width: int, limit: int) -> None:
     if height * width > limit:
         raise UnreadableError(f"{width}x{height} claims more than {limit:,} pixels: scale the picture down")
+
+
+def _require_memory(height: int, width: int, scale: int, file_bytes: int, decoder_bytes: int) -> None:
+    result = 3 * height * width // scale**2
+    needed = file_bytes + max(decoder_bytes, result) + result  # turning the result takes it twice
+    if needed > MEMORY_LIMIT:
+        raise UnreadableError(
+            f"{width}x{height} in this format takes {needed / 1e6:,.0f} MB to read, "
+            f"more than {MEMORY_LIMIT / 1e6:,.0f}: scale the picture down"
+        )
 
 
 def _is_heif(data: bytes) -> bool:
@@ -144,20 +163,24 @@ def _unidentified(data: bytes) -> str:
     return "not an image, or its header is damaged"
 
 
-def _upright_rgb(picture: Image.Image) -> NDArray[np.uint8]:
-    picture.load()
-    orientation = _orientation(picture)  # after loading: PNG may carry EXIF behind the pixels, TIFF turns by itself
-    if picture.mode == "F" or (picture.mode == "I" and picture.format != "PPM"):
-        raise UnreadableError(f"32-bit samples (mode {picture.mode}) have no one right brightness: save 8 or 16 bits")
-    W, H = picture.size
-    scale = 2 if H * W > FULL_SCALE else 1
-    pixels = np.empty((-(-H // scale), -(-W // scale), 3), dtype=np.uint8)
-    rows = max(2, _STRIP // W // 2 * 2)
-    for top in range(0, H, rows):  # a copy of the whole would take its memory again
-        strip = picture if rows >= H else picture.crop((0, top, W, min(top + rows, H)))
-        colors = _to_rgb(strip, picture)
-        pixels[top // scale : -(-(top + rows) // scale)] = np.asarray(colors.reduce(scale) if scale > 1 else colors)
-    return _turn(pixels, orientation)
+def _read_rgb(data: bytes) -> tuple[NDArray[np.uint8], int]:
+    """Give the pixels as stored, and the orientation."""
+    with _open(data) as picture:
+        picture.load()
+        orientation = _orientation(picture)  # now: PNG may carry EXIF behind the pixels, TIFF turns by itself
+        if picture.mode == "F" or (picture.mode == "I" and picture.format != "PPM"):
+            raise UnreadableError(
+                f"32-bit samples (mode {picture.mode}) have no one right brightness: save 8 or 16 bits"
+            )
+        W, H = picture.size
+        scale = 2 if H * W > FULL_SCALE else 1
+        pixels = np.empty((-(-H // scale), -(-W // scale), 3), dtype=np.uint8)
+        rows = max(2, _STRIP // W // 2 * 2)
+        for top in range(0, H, rows):  # a copy of the whole would take its memory again
+            strip = picture if rows >= H else picture.crop((0, top, W, min(top + rows, H)))
+            colors = _to_rgb(strip, picture)
+            pixels[top // scale : -(-(top + rows) // scale)] = np.asarray(colors.reduce(scale) if scale > 1 else colors)
+    return pixels, orientation
 
 
 def _to_rgb(strip: Image.Image, picture: Image.Image) -> Image.Image:

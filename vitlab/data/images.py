@@ -1,5 +1,6 @@
 """Image files: found in folders, and read to upright RGB or refused with a reason."""
 
+import hashlib
 import os
 import stat
 from collections import Counter
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.data.decoders import Shrink, UnreadableError, decode
+from vitlab.data.decoders import MEMORY_LIMIT, Shrink, UnreadableError, decode
 from vitlab.errors import InputError
 
 IMAGE_SUFFIXES = frozenset(
@@ -62,7 +63,7 @@ def read_image(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
         Upright RGB, uint8 (H, W, 3), contiguous and writable.
 
     Raises:
-        ImageError: the file is missing, damaged, cut off, no image, or larger than PIXEL_LIMIT or WHOLE_LIMIT.
+        ImageError: the file is missing, damaged, cut off, no image, or larger than the limits of decoders.py.
     """
     return decode_image(_read_file(path), path)
 
@@ -97,12 +98,26 @@ def decode_image(data: bytes, path: str | os.PathLike[str]) -> NDArray[np.uint8]
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait, a device never end
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):  # a pipe would wait, a device never end
             raise ImageError(path, "is no regular file")
+        if status.st_size > MEMORY_LIMIT:
+            raise ImageError(path, f"is a file of {status.st_size / 1e6:,.0f} MB: scale the picture down")
         with open(path, "rb", buffering=0) as file:
             return file.read()
     except OSError as error:
         raise ImageError(path, f"cannot be opened: {error.strerror or error}") from None
+
+
+def hash_file(path: str | os.PathLike[str]) -> bytes | None:
+    """Give the SHA-256 of a file's bytes; None where it cannot be read, which reading the image reports."""
+    try:
+        if not os.path.isfile(path):  # a pipe would wait, a device never end
+            return None
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError:
+        return None
 
 
 def _decode(data: bytes, path: str | os.PathLike[str], shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, int]]:
@@ -175,13 +190,20 @@ def scan_folder(folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
         for entry in entries:
             if is_junk(entry.name):
                 ignored.append(entry.path)
-            elif entry.is_dir():
+            elif _is_folder(entry):
                 pending.append((entry.path, above | {identity}))
-            elif _is_image_name(entry.name) and (entry.is_file() or entry.is_symlink()):
+            elif _is_image_name(entry.name) and (entry.is_symlink() or entry.is_file()):
                 images.append(entry.path)  # a broken link too: reading reports it, leaving it out would not
             else:
                 ignored.append(entry.path)
     return sorted(images), sorted(ignored)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
 
 
 def is_junk(name: str) -> bool:

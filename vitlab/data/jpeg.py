@@ -33,8 +33,8 @@ class JpegHeader:
     """Rows as stored."""
     width: int
     """Columns as stored."""
-    is_progressive: bool
-    """Decoding takes memory for the coefficients of the whole picture, at every scale."""
+    held_bytes: int
+    """Memory for the coefficients of the whole picture, which several scans take at every scale; 0 for one scan."""
     has_metadata: bool
     """An EXIF or XMP block may tell an orientation."""
     end: int
@@ -45,16 +45,19 @@ def read_header(data: bytes) -> JpegHeader | None:
     """Follow the segments from the first marker to the last; None for anything that OpenCV is not to decode."""
     if data[:2] != bytes((0xFF, _START)):
         return None
-    frame: tuple[int, int, bool] | None = None
-    has_metadata = has_scan = False
+    frame: _Frame | None = None
+    has_metadata = has_scan = in_scans = False
     at = 2
     while at + 2 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
         if marker == _END:
-            return JpegHeader(*frame, has_metadata, at) if frame and has_scan else None
+            if frame is None or not has_scan:
+                return None
+            return JpegHeader(frame.height, frame.width, frame.coefficient_bytes if in_scans else 0, has_metadata, at)
         length = int.from_bytes(data[at + 2 : at + 4], "big")
         if marker in _FRAMES and frame is None:
-            frame = _read_frame(data[at + 4 : at + 10], is_progressive=marker == _PROGRESSIVE)
+            frame = _read_frame(data[at + 4 : at + 2 + length])
+            in_scans = marker == _PROGRESSIVE
             if frame is None:
                 return None
         elif marker not in _SEGMENTS or length < 2:
@@ -62,18 +65,31 @@ def read_header(data: bytes) -> JpegHeader | None:
         has_metadata |= marker == _METADATA
         at += 2 + length
         if marker == _SCAN:
+            start = at - length + 2
+            in_scans |= frame is None or data[start : start + 1] != bytes((frame.components,))
             has_scan = True
             following = _MARKER.search(data, at)
             at = following.start() if following else len(data)
     return None
 
 
-def _read_frame(fields: bytes, *, is_progressive: bool) -> tuple[int, int, bool] | None:
-    """Give height and width from a frame's precision, sizes and number of components."""
+@dataclass(frozen=True)
+class _Frame:
+    height: int
+    width: int
+    components: int
+    coefficient_bytes: int
+
+
+def _read_frame(fields: bytes) -> _Frame | None:
+    """Read a frame's precision, sizes and components."""
     height, width = int.from_bytes(fields[1:3], "big"), int.from_bytes(fields[3:5], "big")
     if len(fields) < 6 or fields[0] != 8 or fields[5] not in (1, 3) or 0 in (height, width):
         return None
-    return height, width, is_progressive
+    factors = [(factor >> 4) * (factor & 15) for factor in fields[7 : 6 + 3 * fields[5] : 3]]
+    if len(factors) != fields[5] or 0 in factors:
+        return None
+    return _Frame(height, width, fields[5], 2 * height * width * sum(factors) // max(factors))
 
 
 def decode(data: bytes, scale: int) -> NDArray[np.uint8] | None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitlab.checks import require_channel_statistics, require_shares
 from vitlab.config import Interpolation, ResizeMode
-from vitlab.data.resize import cover_size, crop_center, fit_size, pad_center, resize, scaled_target
+from vitlab.data.resize import cover_size, fit_size, pad_center, resize, resize_center, scaled_target
 from vitlab.errors import InputError
 
 
@@ -68,7 +68,7 @@ class Preprocess:
             image = resize(image, *fit_size(H, W, self.image_size), self.interpolation)
             return pad_center(image, height, width, [min(max(round(255 * value), 0), 255) for value in self.mean])
         covered = cover_size(H, W, scaled_target(self.image_size, self.crop_fraction))
-        return crop_center(resize(image, *covered, self.interpolation), height, width)
+        return resize_center(image, covered, height, width, self.interpolation)
 
     def to_channels(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Check that an array is an RGB image, and take its luma where the network sees greyscale.

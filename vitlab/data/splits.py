@@ -5,13 +5,14 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.data.decoders import Shrink
-from vitlab.data.images import read_image, read_shrunk
+from vitlab.data.images import hash_file, read_image, read_shrunk
 from vitlab.errors import InputError
 from vitlab.seeds import derive_seed
 
@@ -61,6 +62,10 @@ class Split(abc.ABC):
     def identity(self) -> Iterator[bytes]:
         """Give, image by image, bytes that change when the image does."""
 
+    def contents(self) -> Iterator[bytes]:
+        """Give, image by image, bytes that change with any pixel."""
+        return self.identity()
+
     def stamps(self) -> Iterator[bytes]:
         """Give, image by image, bytes that change when what a cache kept of it is out of date."""
         return self.identity()
@@ -104,6 +109,10 @@ class FileSplit(Split):
             except OSError:  # a broken link is listed, and reported when it is read
                 size = -1
             yield f"{os.path.basename(path)}\0{size}".encode("utf-8", "surrogateescape")
+
+    def contents(self) -> Iterator[bytes]:
+        """Give the hash of each file, which is read for it."""
+        return (hash_file(path) or b"unreadable" for path in self.paths)
 
     def stamps(self) -> Iterator[bytes]:
         """Give absolute path, size in bytes and time of the last change; two data sets may have names alike."""
@@ -274,23 +283,43 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def fingerprint(source: Dataset | Split) -> dict[str, Any]:
-    """Tell data sets apart without opening files.
+def fingerprint(source: Dataset | Split, *, contents: bool = False) -> dict[str, Any]:
+    """Tell data sets apart, wherever they lie.
+
+    Args:
+        source: a data set or one split.
+        contents: hash every file, too; otherwise none is opened.
 
     Returns:
         `counts` and `sha256` by split name, and for a data set `classes`. The hash covers labels and, of files, the
-        name and size; of arrays, every pixel. It does not depend on where the data set lies.
+        name and size; of arrays, every pixel. With `contents` a hash of labels and files as `contents`.
     """
     splits = list(source.splits.values()) if isinstance(source, Dataset) else [source]
     record: dict[str, Any] = {"classes": list(source.classes)} if isinstance(source, Dataset) else {}
     record["counts"] = {split.name: len(split) for split in splits}
-    record["sha256"] = {split.name: _sha256(split) for split in splits}
+    record["sha256"] = {split.name: _sha256(split, split.identity()) for split in splits}
+    if contents:
+        record["contents"] = {split.name: _content_hash(split) for split in splits}
     return record
 
 
-def _sha256(split: Split) -> str:
+def may_be_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Compare two fingerprints, in contents where both have them."""
+    told = first.keys() | second.keys()
+    if not ("contents" in first and "contents" in second):
+        told -= {"contents"}
+    return all(first.get(key) == second.get(key) for key in told)
+
+
+@lru_cache(maxsize=8)
+def _content_hash(split: Split) -> str:
+    """Hash a split's contents, once: a run asks when it begins and when it saves."""
+    return _sha256(split, split.contents())
+
+
+def _sha256(split: Split, contents: Iterator[bytes]) -> str:
     digest = hashlib.sha256()
-    for label, content in zip(split.labels.tolist(), split.identity(), strict=True):
+    for label, content in zip(split.labels.tolist(), contents, strict=True):
         digest.update(b"%d\0%d\0" % (label, len(content)))
         digest.update(content)
     return digest.hexdigest()

@@ -46,6 +46,15 @@ class ImageScores:
         """Expected calibration error."""
         return expected_calibration_error(self.confidence, self.correct)
 
+    def at(self, rows: NDArray[np.int64]) -> "ImageScores":
+        """Give the images at `rows`, in that order."""
+        return ImageScores(**{field.name: getattr(self, field.name)[rows] for field in fields(ImageScores)})
+
+    def worst_mistakes(self, most: int) -> NDArray[np.int64]:
+        """Give the rows of the mistakes that gave the true class the least probability, the worst first."""
+        rows = np.flatnonzero(~self.correct & (self.predicted >= 0))
+        return rows[np.argsort(-self.nll[rows], kind="stable")][:most]
+
 
 def score_images(logits: Tensor, labels: Tensor, indices: Tensor, *, k: int) -> ImageScores:
     """Score images one by one, in float64.
@@ -85,8 +94,7 @@ def in_order(parts: Sequence[ImageScores]) -> list[ImageScores]:
     if not parts:
         return []
     images = join(parts)
-    order = np.argsort(images.index, kind="stable")
-    return [ImageScores(**{field.name: getattr(images, field.name)[order] for field in fields(ImageScores)})]
+    return [images.at(np.argsort(images.index, kind="stable"))]
 
 
 def expected_calibration_error(confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> float:
@@ -119,6 +127,73 @@ def calibration_gap(bins: NDArray[np.int64], gaps: NDArray[np.float64]) -> float
     A bin's share of the images times its mean gap is the sum of its gaps over N.
     """
     return float(np.abs(np.bincount(bins, weights=gaps, minlength=ECE_BINS + 1)).sum()) / len(bins)
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """Images of about the same confidence."""
+
+    count: int
+    correct: int
+    confidence: float
+    """Mean confidence."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share that is right."""
+        return self.correct / self.count
+
+
+def reliability_bins(confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> list[ReliabilityBin]:
+    """Give the bins of the calibration error that hold images, the least sure first.
+
+    Args:
+        confidence: probability of the likeliest class, (N,).
+        correct: whether that class is the true one, (N,).
+    """
+    bins = calibration_bins(confidence)
+    counts, right = np.bincount(bins), np.bincount(bins, weights=correct)
+    sums = np.bincount(bins, weights=confidence)
+    return [
+        ReliabilityBin(int(counts[bin]), int(right[bin]), float(sums[bin] / counts[bin]))
+        for bin in np.flatnonzero(counts)
+    ]
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """How often a model errs where it answers only if it is sure enough, at M thresholds from the strictest down."""
+
+    threshold: NDArray[np.float64]
+    """Least confidence that is answered, (M,): each confidence that occurs."""
+    coverage: NDArray[np.float64]
+    """Share of the images that are answered, (M,), ascending to 1."""
+    risk: NDArray[np.float64]
+    """Share of mistakes among those, (M,)."""
+
+    def most_within(self, risk: float) -> int | None:
+        """Give the row that answers most images with no more than this share of mistakes; None where none does."""
+        rows = np.flatnonzero(self.risk <= risk)
+        return int(rows[-1]) if len(rows) else None
+
+    def least_covering(self, coverage: float) -> int:
+        """Give the row of the strictest threshold that answers at least this share of the images."""
+        return int(np.argmax(self.coverage >= coverage))
+
+
+def risk_coverage(confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> RiskCoverage:
+    """Find what a threshold on the confidence does.
+
+    Args:
+        confidence: probability of the likeliest class, (N,), N of 1 or more.
+        correct: whether that class is the true one, (N,).
+
+    Source: El-Yaniv and Wiener, JMLR 11 (2010), 1605-1641, sec. 2. Images of equal confidence are answered together.
+    """
+    order = np.argsort(-confidence, kind="stable")
+    confidence, wrong = confidence[order], np.cumsum(~correct[order])
+    last = np.flatnonzero(np.append(np.diff(confidence) != 0, True))
+    return RiskCoverage(confidence[last], (last + 1) / len(confidence), wrong[last] / (last + 1))
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:

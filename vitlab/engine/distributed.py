@@ -9,26 +9,25 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
-from vitlab.errors import InputError, PeerLost, RunError
-from vitlab.models.network import Network
-
-Parallel = Literal["ddp", "fsdp"]
+from vitlab.errors import InputError, PeerLost, RunError, leave_telling
 
 # What one process does while the others wait, such as drawing pictures; a peer that is gone shows at once, not by this.
 _PATIENCE = timedelta(hours=2)
 _ORPHAN_POLL_S = 1.0
 _ORPHAN_SAVES_WITHIN_S = 60.0
+_ENDS_TOGETHER_S = 5.0
+"""What a process that fails waits for the others to fail of the same, so that one can say it for all."""
 _T = TypeVar("_T")
 
 
@@ -60,7 +59,7 @@ class Processes:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        with _peers():
+        with naming_lost_peers():
             dist.all_gather_object(values, value)
         return values
 
@@ -73,7 +72,7 @@ class Processes:
         if self.count == 1:
             return [value]
         values: list[Any] | None = [None] * self.count if self.is_main else None
-        with _peers():
+        with naming_lost_peers():
             dist.gather_object(value, values, dst=0)
         return values or []
 
@@ -86,7 +85,7 @@ class Processes:
         if self.count == 1:
             return [list(numbers)]
         rows = [torch.zeros(len(numbers), dtype=torch.float64) for _ in range(self.count)]
-        with _peers():
+        with naming_lost_peers():
             dist.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
         return [row.tolist() for row in rows]
 
@@ -108,7 +107,7 @@ class Processes:
                 outcome[0] = make()
             except (InputError, RunError) as error:
                 outcome[1] = error
-        with _peers():
+        with naming_lost_peers():
             dist.broadcast_object_list(outcome, src=0)
         if outcome[1] is not None:
             raise outcome[1]
@@ -141,7 +140,7 @@ class Processes:
         """Give everybody process 0's parameters and buffers: machines of different kinds may have drawn others."""
         if self.count == 1:
             return
-        with _peers():
+        with naming_lost_peers():
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, src=0)
 
@@ -177,20 +176,46 @@ def launched(device: str) -> Iterator[Processes]:
     try:
         if gpus:
             torch.cuda.set_device(processes.local_rank)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=_PATIENCE)
+        store, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise RunError(f"cannot reach the other processes of this run: {_first_line(error)}") from error
+    failure: BaseException | None = None
     try:
         yield processes
         processes.gather_numbers(0)  # none leaves while another still talks to it
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         # What still refers to the group would keep its threads until the interpreter ends, which they do not survive.
         gc.collect()
         dist.destroy_process_group()
+        if failure is not None:
+            _settle_teller(failure, processes, store)
+
+
+def _settle_teller(failure: BaseException, processes: Processes, store: Any) -> None:
+    """Settle who reports a failure: of those that fail of the same the first, and of a lost peer only who has no cause.
+
+    A launcher ends all processes at the first that ends, so the others are waited for: one that only repeats what
+    process 0 is about to say would keep it from saying so.
+    """
+    keys = [f"vitlab/failed/{rank}" for rank in range(processes.count)]
+    with suppress(RuntimeError):  # the store is gone with the launcher, or with process 0
+        lost = isinstance(failure, PeerLost)
+        store.set(keys[processes.rank], "" if lost else f"{type(failure).__name__}: {failure}")
+        until = time.monotonic() + _ENDS_TOGETHER_S
+        with suppress(KeyboardInterrupt):  # the launcher's SIGTERM: another has ended
+            while not store.check(keys) and time.monotonic() < until:
+                time.sleep(0.05)
+        failures = [store.get(key) if store.check([key]) else None for key in keys]
+        leave_telling(failure, None if lost and any(failures) else failures.index(failures[processes.rank]))
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def naming_lost_peers() -> Iterator[None]:
     """Say in one line that a process is gone, whatever the backend says."""
     try:
         yield
@@ -232,93 +257,6 @@ def _watch_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="launcher watch").start()
-
-
-class Wrapped:
-    """An objective as its processes call it in training: as it is, in DDP, or sharded by FSDP2.
-
-    Of one process it is the objective itself. With DDP each process holds the whole network, and gradients are
-    averaged. With FSDP2 each holds a share of every parameter, gradient and optimizer value; a block is whole while it
-    computes.
-    """
-
-    def __init__(self, objective: nn.Module, processes: Processes, parallel: Parallel) -> None:
-        self.objective, self.processes, self.parallel = objective, processes, parallel
-        self._ddp: nn.parallel.DistributedDataParallel | None = None
-        if processes.count > 1 and parallel == "ddp":
-            # Of a patch embedding of grey images, whose gradient has the strides of another memory format.
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            self._ddp = nn.parallel.DistributedDataParallel(objective)
-            if next(objective.parameters()).device.type == "cpu":
-                self._ddp.register_comm_hook(processes.count, _mean_in_order)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether no process holds the whole network."""
-        return self.processes.count > 1 and self.parallel == "fsdp"
-
-    def __call__(self, batch: Any) -> Any:
-        """Give the objective's Step of this process's slice."""
-        return self.objective(batch) if self._ddp is None else self._ddp(batch)
-
-    def syncing(self, is_last: bool) -> AbstractContextManager[None]:
-        """Exchange gradients in the backward pass of the last micro-batch alone."""
-        if self._ddp is None or is_last:
-            return nullcontext()
-        held: AbstractContextManager[None] = self._ddp.no_sync()
-        return held
-
-
-def _mean_in_order(count: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """Average a bucket over the processes, always in their order.
-
-    A ring adds each element in an order that depends on its place in the bucket, and DDP lays the buckets out anew
-    after a run's first step: one that goes on would have other last bits than one that was never interrupted.
-    """
-    own = bucket.buffer()
-    parts = [torch.empty_like(own) for _ in range(count)]
-    work = dist.all_gather(parts, own, async_op=True)
-
-    def mean(_: Any) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        return total / count
-
-    future: torch.futures.Future[Tensor] = work.get_future().then(mean)
-    return future
-
-
-def shard(objective: nn.Module, network: Network, device: torch.device) -> None:
-    """Shard a network in place by FSDP2: each repeated block by itself, then all that lies outside."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in network.repeated_blocks():
-        fully_shard(block, mesh=mesh)
-    fully_shard(objective, mesh=mesh)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Say whether a tensor is spread over the processes."""
-    return hasattr(tensor, "full_tensor")  # DTensor's alone, whose import takes longer than many a command
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Give a tensor whole on every process, all of which must ask."""
-    gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return gathered
-
-
-def whole_state(module: nn.Module, processes: Processes) -> dict[str, Tensor]:
-    """Give a module's state whole on process 0; a sharded one is gathered on its CPU, one tensor at a time."""
-    state = {}
-    for name, tensor in module.state_dict().items():
-        gathered = whole(tensor.detach())
-        if processes.is_main:
-            state[name] = gathered.cpu() if is_sharded(tensor) else gathered
-    return state
 
 
 def of_all(parts: Sequence[Sequence[_T]]) -> list[_T]:

@@ -14,10 +14,11 @@ from torch import Tensor
 from vitlab.config import WeightsKind
 from vitlab.data.loader import Batch
 from vitlab.engine.device import describe_machine, is_out_of_memory, memory_advice
-from vitlab.engine.distributed import is_launched, is_main_process, of_all, whole_state
+from vitlab.engine.distributed import is_launched, is_main_process, of_all
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.objectives import Objective
 from vitlab.engine.optim import gradient_norms
+from vitlab.engine.parallel import whole_state
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.state import capture, drop_old_states, list_states, load_state, restore, save_state
 from vitlab.engine.state_writer import StateWriter
@@ -228,6 +229,7 @@ class Keeper:
         for objective, scores in scored:
             summary = scores.summary()
             metrics = {"step": progress.step, "epoch": progress.epoch + 1, "split": "val", **summary}
+            metrics |= {"per_class": scores.per_class()} if scores.classifies else {}
             rank = objective.rank(summary)
             is_best = progress.best_rank is None or rank > progress.best_rank
             paths = [self.folder.best] if is_best else []

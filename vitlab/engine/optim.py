@@ -10,9 +10,12 @@ from torch import nn
 
 from vitlab.checks import require
 from vitlab.config import OptimConfig, Schedule
-from vitlab.engine.distributed import whole
+from vitlab.engine.parallel import whole
 from vitlab.errors import InputError, unknown_name
 from vitlab.models.network import Network
+
+_RIGHT_ON_SHARDS = ("lamb", "lars")
+"""Optimizers that ask for norms of whole parameters alone, which a sharded tensor gives."""
 
 
 def lr_at(
@@ -137,22 +140,59 @@ def build_optimizer(config: OptimConfig, network: Network) -> torch.optim.Optimi
     Raises:
         InputError: timm knows no such optimizer, it needs second derivatives, or it does not take the settings.
     """
-    from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+    from timm.optim import get_optimizer_info, list_optimizers
 
     names = [name for name in list_optimizers() if not get_optimizer_info(name).second_order]
     if config.name not in names:
         raise unknown_name("optim.name", config.name, names)
-    groups = parameter_groups(network, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
+    return _over(
+        parameter_groups(network, weight_decay=config.weight_decay, layer_decay=config.layer_decay),
+        config,
+        lr=config.lr,
+    )
+
+
+def _over(groups: list[dict[str, Any]], config: OptimConfig, *, lr: float) -> torch.optim.Optimizer:
+    from timm.optim import create_optimizer_v2
+
     betas = {} if config.betas is None else {"betas": config.betas}
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            groups, opt=config.name, lr=config.lr, weight_decay=0.0, momentum=config.momentum, **betas
+            groups, opt=config.name, lr=lr, weight_decay=0.0, momentum=config.momentum, **betas
         )
     except Exception as error:  # each optimizer has its own way to refuse a setting or a machine
         raise InputError(f"optim.name {config.name} cannot be built here: {error}") from error
     if betas and "betas" not in optimizer.defaults:
         raise InputError(f"optim.betas is {config.betas}, and optim.name {config.name} has none: leave it out")
     return optimizer
+
+
+def require_shardable(config: OptimConfig) -> None:
+    """Raise InputError where an optimizer makes other steps of the rows of a matrix than of the matrix whole.
+
+    Some look at all of it (its factors, its singular values), and what they make of shards is something else, or never
+    ends.
+    """
+    if config.name in _RIGHT_ON_SHARDS:
+        return
+    generator = torch.Generator().manual_seed(0)
+    matrix, *gradients = (torch.randn(32, 24, generator=generator) for _ in range(4))
+    gradients = [gradient * torch.logspace(-3, 1, 32)[:, None] for gradient in gradients]  # no part is like another
+    gradients[0][16:] = 0.0
+    ends = []
+    for count in (1, 2):
+        parts = [nn.Parameter(part.clone()) for part in matrix.chunk(count)]
+        optimizer = _over([{"params": parts, "weight_decay": 0.1}], config, lr=0.01)
+        for gradient in gradients:
+            for part, share in zip(parts, gradient.chunk(count), strict=True):
+                part.grad = share.clone()
+            optimizer.step()
+        ends.append(torch.cat([part.detach() for part in parts]))
+    require(
+        torch.allclose(ends[0], ends[1], rtol=0, atol=1e-6),
+        f"optim.name {config.name} makes other steps of sharded parameters than of whole ones: take adamw, or "
+        "train.parallel ddp",
+    )
 
 
 def build_ema(module: nn.Module, decay: float) -> Any:

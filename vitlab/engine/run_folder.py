@@ -13,6 +13,7 @@ from typing import Any
 
 from vitlab.config import RunConfig
 from vitlab.data.preprocess import Preprocess
+from vitlab.data.splits import may_be_same
 from vitlab.disk import flush
 from vitlab.engine.state import list_states, load_state, step_of
 from vitlab.errors import InputError
@@ -30,6 +31,7 @@ _FREE = (
     "train.grad_checkpointing",
     "train.parallel",
     "data.download",
+    "data.hash_contents",
     "data.root",  # where the images lie; the fingerprint tells whether they are the same
     "data.on_error",
     "data.workers",
@@ -59,6 +61,7 @@ class RunFolder:
         self.train_batch = path / "train_batch.jpg"
         self.lr_json = path / "lr_finder.json"
         self.lr_plot = path / "lr_finder.png"
+        self.card = path / "README.md"
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Give the lines of metrics.jsonl."""
@@ -204,7 +207,7 @@ def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callabl
         return Start(folder)
     state, record = _newest_whole(states, say)
     _check_same_run(record["run"]["config"], config, state, say)
-    if record["run"]["data"] != data:
+    if not may_be_same(record["run"]["data"], data):
         before, now = (_counts(fingerprint["counts"]) for fingerprint in (record["run"]["data"], data))
         raise InputError(
             f"the images of {config.data.root} are not those of {state} (it had {before}, here are {now}): "

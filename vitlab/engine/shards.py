@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from vitlab.engine.distributed import Processes, is_sharded
+from vitlab.engine.distributed import Processes
 from vitlab.engine.objectives import Objective
+from vitlab.engine.parallel import is_sharded
 from vitlab.engine.state import capture, digest_of, finish_state, read_record
 from vitlab.errors import InputError, RunError
 

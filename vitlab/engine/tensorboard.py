@@ -2,17 +2,20 @@
 
 import io
 import json
+import math
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from einops import rearrange
 from numpy.typing import NDArray
 from PIL import Image
 
 from vitlab.disk import replacing
+from vitlab.text import printable
 
 EVENTS_NAME = "events.out.tfevents.vitlab"
 
@@ -52,15 +55,37 @@ class EventLog:
         for tag, value in values.items():
             self._write(step=step, summary=scalar(tag, value))
 
-    def image(self, step: int, tag: str, image: NDArray[np.uint8]) -> None:
-        """Write a picture (H, W, 3) uint8."""
+    def image(self, step: int, tag: str, image: NDArray[np.uint8], *, is_photo: bool = False) -> None:
+        """Write a picture (H, W, 3) uint8, whole as PNG or, a tenth as large, as JPEG."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         H, W, _ = image.shape
-        png = io.BytesIO()
-        Image.fromarray(image).save(png, format="PNG")
-        picture = Summary.Image(height=H, width=W, colorspace=3, encoded_image_string=png.getvalue())
+        data = io.BytesIO()
+        Image.fromarray(image).save(data, format="JPEG" if is_photo else "PNG", quality=90)
+        picture = Summary.Image(height=H, width=W, colorspace=3, encoded_image_string=data.getvalue())
         self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, image=picture)]))
+
+    def histogram(self, step: int, tag: str, values: NDArray[np.float32]) -> None:
+        """Write how finite values of any shape are spread, in 64 bins from the least to the greatest."""
+        from torch.utils.tensorboard.summary import histogram
+
+        self._write(step=step, summary=histogram(tag, values, 64))
+
+    def precision_recall(self, step: int, tag: str, truth: NDArray[np.bool_], shares: NDArray[np.float64]) -> None:
+        """Write precision and recall at each threshold on probabilities (N,), of what is true or not (N,)."""
+        from torch.utils.tensorboard.summary import pr_curve
+
+        self._write(step=step, summary=pr_curve(tag, truth, shares, 127))
+
+    def layout(self, groups: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+        """Write the groups of the CUSTOM SCALARS tab: of each its charts by title, of each the tags in it."""
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        charts = {
+            group: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in named.items()}
+            for group, named in groups.items()
+        }
+        self._write(step=0, summary=custom_scalars(charts))
 
     def text(self, tag: str, text: str) -> None:
         """Write text (Markdown) at step 0."""
@@ -136,3 +161,39 @@ def cut_metrics(path: Path, keep_steps: int) -> None:
         kept.append(line)
     with replacing(path) as aside:
         aside.write_bytes(b"".join(kept))
+
+
+def write_embeddings(
+    folder: Path, vectors: NDArray[np.float32], labels: Sequence[tuple[str, str]], images: NDArray[np.uint8]
+) -> None:
+    """Write what the PROJECTOR tab shows of N images, in place of what is there.
+
+    Args:
+        folder: that of the events.
+        vectors: (N, D).
+        labels: class and name of each image.
+        images: uint8 (N, h, w, 3), the dots' pictures; so small that their grid fits a side of 8192.
+    """
+    N, h, w, _ = images.shape
+    side = math.ceil(math.sqrt(N))
+    sprite = np.zeros((side * side, h, w, 3), np.uint8)
+    sprite[:N] = images
+    grid = Image.fromarray(rearrange(sprite, "(a b) h w c -> (a h) (b w) c", a=side))
+    png = io.BytesIO()
+    grid.save(png, format="PNG")
+    rows = ["class\timage", *("\t".join(map(printable, row)) for row in labels)]
+    config = f"""embeddings {{
+  tensor_name: "val"
+  tensor_path: "embeddings.tsv"
+  metadata_path: "embeddings-names.tsv"
+  sprite {{ image_path: "embeddings.png" single_image_dim: {w} single_image_dim: {h} }}
+}}
+"""
+    for name, data in (
+        ("embeddings.tsv", "".join("\t".join(f"{x:.6g}" for x in row) + "\n" for row in vectors.tolist()).encode()),
+        ("embeddings-names.tsv", ("\n".join(rows) + "\n").encode()),
+        ("embeddings.png", png.getvalue()),
+        ("projector_config.pbtxt", config.encode()),  # last: it names the others
+    ):
+        with replacing(folder / name) as aside:
+            aside.write_bytes(data)

@@ -19,12 +19,13 @@ from vitlab.data.augment import Mixer
 from vitlab.data.loader import Batch, Loader
 from vitlab.data.preprocess import Preprocess
 from vitlab.engine.device import autocast_dtype
-from vitlab.engine.distributed import ALONE, Processes, Wrapped, of_all, whole
+from vitlab.engine.distributed import ALONE, Processes, of_all
 from vitlab.engine.evaluator import Scores, evaluate
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor, StepReport
 from vitlab.engine.objectives import Objective
 from vitlab.engine.optim import build_ema, set_lr
+from vitlab.engine.parallel import Wrapped, whole
 from vitlab.engine.state import Progress
 from vitlab.errors import InputError, NonFinite, RunError
 from vitlab.models.network import device_of
@@ -236,6 +237,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self.wrapped.share_statistics()
         if self.ema is not None:
             self.ema.update(self.objective, step=step)
         return grad_norm

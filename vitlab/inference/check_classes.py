@@ -1,11 +1,11 @@
 """The quick part of a data check, which opens next to no file: classes and their sizes, and copies between splits."""
 
-import hashlib
 import os
 from collections.abc import Iterator
 
 import numpy as np
 
+from vitlab.data.images import hash_file
 from vitlab.data.splits import Dataset, FileSplit
 from vitlab.inference.check_report import Case, Finding, Picture
 
@@ -53,8 +53,10 @@ def class_findings(dataset: Dataset) -> list[Finding]:
         low, high = (next(n for n, count in counts[fitted].items() if count == c) for c in (smallest, largest))
         note = f"{high} has {largest:,}, {low} {smallest:,}: data.sampling balanced or objective.class_weights may help"
         findings.append(Finding("imbalance", f"classes of very unequal size in {fitted}", _cases([note])))
-    if len(dataset.classes) - len(empty) < 2:
-        findings.append(Finding("one_class", "fewer than two classes: there is nothing to tell apart", _cases([""])))
+    filled = [name for name in dataset.classes if name not in empty]
+    if len(filled) < 2:
+        note = f"only {', '.join(filled) or 'empty ones'}"
+        findings.append(Finding("one_class", "fewer than two classes: there is nothing to tell apart", _cases([note])))
     return [finding for finding in findings if finding.cases]
 
 
@@ -99,7 +101,7 @@ def shared_files(dataset: Dataset) -> list[Case]:
         return []
     by_content: dict[bytes, list[Picture]] = {}
     for picture in (picture for pictures in alike.values() for picture in pictures):
-        if (content := _digest(picture.path)) is not None:
+        if (content := hash_file(picture.path)) is not None:
             by_content.setdefault(content, []).append(picture)
     return [
         Case(tuple(pictures)) for pictures in by_content.values() if len({picture.split for picture in pictures}) > 1
@@ -108,11 +110,3 @@ def shared_files(dataset: Dataset) -> list[Case]:
 
 def _cases(notes: Iterator[str] | list[str]) -> tuple[Case, ...]:
     return tuple(Case((), note) for note in notes)
-
-
-def _digest(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "blake2b").digest()
-    except OSError:  # reading the image reports it
-        return None

@@ -118,23 +118,32 @@ class CheckReport:
         Raises:
             OSError: it cannot be written.
         """
-        shown = {
-            picture.path
-            for finding in self.findings
-            for case in finding.cases[:_DRAWN_CASES]
-            for picture in case.pictures[:_DRAWN_PICTURES]
-        }
         return write_page(
             folder,
             "check.html",
             title=f"Check of {self.data}",
-            report=self,
             classes=self._class_rows(),
             facts={name: describe_counts(counts) for name, counts in self.facts.items()},
-            thumbnails={path: thumbnail_uri(image) for path, image in self.read(shown)},
-            drawn_cases=_DRAWN_CASES,
-            drawn_pictures=_DRAWN_PICTURES,
+            **self.page_values(cases=_DRAWN_CASES, pictures=_DRAWN_PICTURES),
         )
+
+    def page_values(self, *, cases: int, pictures: int) -> dict[str, Any]:
+        """Give what the template `findings.html` shows: of each finding so many cases, of each case so many pictures.
+
+        The title of a finding that has more says how many.
+        """
+        shown = {
+            picture.path
+            for finding in self.findings
+            for case in finding.cases[:cases]
+            for picture in case.pictures[:pictures]
+        }
+        return {
+            "report": self,
+            "thumbnails": {path: thumbnail_uri(image) for path, image in self.read(shown)},
+            "drawn_cases": cases,
+            "drawn_pictures": pictures,
+        }
 
     def _class_rows(self) -> list[tuple[str, list[int]]]:
         names = next(iter(self.counts.values()))

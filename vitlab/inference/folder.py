@@ -1,59 +1,42 @@
-r"""Predictions for files and folders: a row an image, sorted by path, as CSV, JSON lines or Parquet.
+"""Predictions for files and folders: a row an image, sorted by path, in constant memory however many there are.
 
-All three formats have the columns `path`, `error`, `label_1`, `probability_1`, `label_2`, `probability_2`, ..., the
-likeliest class first. A row has either an error (why the image could not be read) or labels; the other cells are empty
-in CSV and null elsewhere. Probabilities are float32, written with the fewest digits that give them back.
-
-Names are UTF-8; bytes of a file name that are not appear as `\xff`. In CSV a name that a spreadsheet would run as a
-formula, one that starts with `=`, `+`, `-`, `@` (or their wide forms), a tab or a line break, is preceded by an
-apostrophe, and so is what follows a `;`, a tab or a line break within it in that way; the other formats leave it as is.
+Rows go to a file (`tables.py`) part by part (`resume.py`), their embeddings into an array beside it, copies of the
+images into a folder for each class (`by_class.py`).
 """
 
-import csv
-import json
+import hashlib
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
-from importlib.util import find_spec
-from itertools import chain
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitlab import __version__
+from vitlab.checks import require
 from vitlab.data.datasets import files_split
 from vitlab.data.images import ImageError, list_images
 from vitlab.data.loader import Batch, Loader
 from vitlab.data.preprocess import EvalTransform
-from vitlab.disk import replacing
+from vitlab.data.splits import Split
 from vitlab.engine.distributed import ALONE, Processes
-from vitlab.errors import InputError, RunError
+from vitlab.inference.by_class import ClassFolders
 from vitlab.inference.predictor import Predictor
-from vitlab.text import printable
+from vitlab.inference.resume import PartFolder
+from vitlab.inference.tables import Prediction, build_table, check_out
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from rich.table import Table
 
-# What a spreadsheet would run: where a cell begins, and where one would begin that takes ; or tabs to part cells.
-_FORMULA = re.compile(r"""(^|[;\t\r\n]["' ]*)(?=[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])""")
-_PARQUET_ROWS = 10_000
-"""Rows of a row group: Parquet compresses whole groups, and a group is what memory holds."""
+_NAMED_ERRORS = 1000
+"""So many unreadable images are kept to be named; the rows of a file have all."""
 
-
-@dataclass(frozen=True)
-class Prediction:
-    """One image's row."""
-
-    path: str
-    labels: tuple[str, ...] = ()
-    """The likeliest classes, best first; none where there is an error."""
-    probabilities: tuple[float, ...] = ()
-    error: str | None = None
-    """Why the image could not be read."""
+_Rows = tuple[list[Prediction], NDArray[np.float32] | None]
+"""Rows of some images by path, and their embeddings in that order, where those are wanted."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +46,19 @@ class Predictions:
     count: int
     """Images that were classified."""
     errors: tuple[ImageError, ...]
-    """Images that could not be read."""
+    """Images that could not be read in this call, at most 1,000 of them."""
     ignored: int
     """Other files in the folders, and folders that were left out."""
     rows: tuple[Prediction, ...] = ()
-    """All rows where no file was asked for."""
+    """All rows where neither a file nor copies were asked for."""
+    unreadable: int = 0
+    """Images that could not be read."""
+    abstained: int = 0
+    """Images among those classified that got no label."""
+    resumed: int = 0
+    """Images among all these that an earlier call had done."""
+    copied: int = 0
+    """Images of this call that lie in class folders now."""
 
 
 def predict_files(
@@ -76,32 +67,44 @@ def predict_files(
     *,
     out: Path | None = None,
     top_k: int = 5,
+    abstain_below: float | None = None,
+    embeddings: Path | None = None,
+    by_class: Path | None = None,
+    resume: bool = False,
     workers: int | None = 0,
     processes: Processes = ALONE,
     progress: "Progress | None" = None,
 ) -> Predictions:
     """Classify image files and the images in folders; an unreadable one becomes a row with an error.
 
-    The file is written as the rows come, in constant memory, aside, and takes its name when it is whole.
+    The file is written part by part, in constant memory, aside, and takes its name when it is whole.
 
     Args:
         predictor: classifies, in its own batch size.
         paths: files, and folders that are searched to any depth.
         out: `.csv`, `.jsonl` or `.parquet`; its folder is made where it is missing. None gives the rows back.
         top_k: classes in a row, at most as many as the model knows.
+        abstain_below: a row whose likeliest class has less than this probability gets no label.
+        embeddings: `.npy` for float32 (N, D): the predictor's embeddings, a row for each of `out`, NaN where an image
+            could not be read.
+        by_class: folder that gets a copy of each labelled image in a folder of its likeliest class.
+        resume: skip what an earlier call with the same model and options has left done beside `out`.
         workers: loader processes, which change no row; None leaves the number to the loader.
         processes: those that share the images; process 0 gets and writes all rows, the others give none back.
         progress: a bar to add a task to.
 
     Raises:
-        InputError: a path or the output's suffix is wrong, or there is no image.
-        RunError: the file cannot be written.
+        InputError: a path, a number or an output is wrong, there is no image, or `out` was begun otherwise.
+        RunError: a file cannot be written.
+        Interrupted: a signal came, and what is done is kept.
     """
-    if top_k < 1:
-        raise InputError(f"top_k is {top_k}: give 1 or more")
-    check_out(out)
-    images, ignored = list_images(paths)
-    split = files_split(images)
+    require(top_k >= 1, f"top_k is {top_k}: give 1 or more")
+    check_outputs(out=out, embeddings=embeddings, resume=resume)
+    given = [Path(path) for path in paths]
+    images, ignored = list_images(given)
+    split, num_ignored = files_split(images), len(ignored)
+    del images, ignored  # of 100,000 images they take more than all that follows
+    sink = _Sink(predictor, top_k, abstain_below)
     loader = Loader(
         split,
         EvalTransform(predictor.preprocess),
@@ -110,205 +113,158 @@ def predict_files(
         on_error="skip",
         part=processes.part,
     )
-    task = None if progress is None else progress.add_task("predicting", total=len(split))
-    top_k = min(top_k, len(predictor.classes))
-    count = 0
-    errors: list[ImageError] = []
-    kept: list[Prediction] = []
-    with closing(loader), _writing(out if processes.is_main else None, top_k, kept) as write:
-        for batch, probabilities in predictor.predict_batches(processes.in_step(loader.epoch(0))):
-            own = _rows(batch, probabilities, split.paths, predictor.classes, top_k), batch.errors
-            for rows, failures in processes.gather_on_main(own):
-                write(rows)
-                count += len(rows) - len(failures)
-                errors.extend(failures)
-                if progress is not None and task is not None:
-                    progress.advance(task, len(rows))
-    return Predictions(count, tuple(errors), len(ignored), tuple(kept))
+    with closing(loader), ExitStack() as stack:
+        done = processes.on_main(
+            lambda: sink.open(stack, split, given, out=out, embeddings=embeddings, by_class=by_class, resume=resume)
+        )
+        show = _Throughput(progress, total=len(split), done=done)
+        for batch in processes.in_step(loader.epoch(0, start_batch=-(-done // loader.batch_size))):
+            own = sink.predict(batch, split.paths, embed=embeddings is not None)
+            if rows := _joined(processes.gather_on_main(own)):
+                sink.take(*rows)
+                show.advance(len(rows[0]))
+        if sink.parts is not None:
+            sink.parts.finish(keep_record=resume)
+    return sink.result(done, num_ignored)
 
 
-def check_out(out: Path | None) -> None:
-    """Check the name of the output before any work is done.
+def check_outputs(*, out: Path | None, embeddings: Path | None, resume: bool) -> None:
+    """Check what is to be written before any work is done.
 
     Raises:
-        InputError: the suffix is none of the three, the path is a folder, or Parquet is asked for without pyarrow.
+        InputError: a suffix is wrong, a path is a folder, or what goes with a file of rows is wanted without one.
     """
-    if out is None:
-        return
-    if out.suffix.lower() not in _TABLES:
-        raise InputError(f"{out} has an unknown suffix for predictions: end it in {', '.join(_TABLES)}")
-    if out.is_dir():
-        raise InputError(f"{out} is a folder: give a file for the predictions")
-    if out.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
-        raise InputError(f'{out} needs pyarrow: pip install "vitlab[parquet]", or end it in .csv or .jsonl')
+    check_out(out)
+    require(out is not None or not resume, "--resume goes on with a file of rows: give it with --out")
+    if embeddings is not None:
+        require(out is not None, "--embeddings has a row for each of a file: give that with --out")
+        fits = embeddings.suffix.lower() == ".npy" and not embeddings.is_dir()
+        require(fits, f"--embeddings is {embeddings}: give a file that ends in .npy")
 
 
-def predictions_table(rows: Iterable[Prediction]) -> "Table":
-    """Give rows as a table for a terminal: percent, and nothing in a name that the terminal would obey."""
-    from rich.table import Table
-    from rich.text import Text
+@dataclass
+class _Sink:
+    """Makes rows, and on process 0 takes them: into parts of a file, into class folders, or into memory."""
 
-    table = Table("image", "likeliest classes")
-    for row in rows:
-        table.add_row(Text(printable(row.path)), Text(printable(_content(row)), style="red" if row.error else ""))
-    return table
+    predictor: Predictor
+    top_k: int
+    abstain_below: float | None
+    parts: PartFolder | None = None
+    copies: ClassFolders | None = None
+    count: int = 0
+    unreadable: int = 0
+    abstained: int = 0
+    copied: int = 0
+    errors: list[ImageError] = field(default_factory=list)
+    kept: list[Prediction] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.top_k = min(self.top_k, len(self.predictor.classes))
 
-def describe(row: Prediction) -> str:
-    """Give a row as a line: `photos/1.jpg: cat 93.1%  dog 5.0%`."""
-    return f"{row.path}: {_content(row)}"
+    def open(
+        self,
+        stack: ExitStack,
+        split: Split,
+        searched: Sequence[Path],
+        *,
+        out: Path | None,
+        embeddings: Path | None,
+        by_class: Path | None,
+        resume: bool,
+    ) -> int:
+        """Open what rows go to until the stack is left, and give the number of images that are done."""
+        if by_class is not None:
+            self.copies = ClassFolders(by_class, self.predictor.classes, split.paths, searched)
+        if out is None:
+            return 0
+        with self.predictor.path.open("rb") as file:
+            model = hashlib.file_digest(file, "sha256").hexdigest()
+        batch_size = self.predictor.batch_size
+        made_with = {
+            "the model": model,
+            "vitlab": __version__,
+            "--top_k": self.top_k,
+            "--batch_size": batch_size,
+            "--tta": self.predictor.tta,
+            "--abstain_below": self.abstain_below,
+            "--embeddings": None if embeddings is None else str(embeddings),
+            "--by_class": None if by_class is None else str(by_class),
+        }
+        table = build_table(out, self.top_k)
+        self.parts = PartFolder(out, table, embeddings=embeddings, made_with=made_with, batch_size=batch_size)
+        stack.enter_context(self.parts.opened(split, resume=resume))
+        return self.parts.done
 
+    def predict(self, batch: Batch, paths: Sequence[str], *, embed: bool) -> _Rows:
+        """Give a batch's rows by path; as the batches follow the sorted paths, so do all rows."""
+        probabilities, vectors = (
+            self.predictor.embed_batch(batch.images) if embed else (self.predictor.predict_batch(batch.images), None)
+        )
+        rows = [Prediction(error.path, error=error.reason) for error in batch.errors]
+        best = np.argsort(-probabilities, axis=1, kind="stable")[:, : self.top_k]
+        for index, order, row in zip(batch.indices.tolist(), best.tolist(), probabilities, strict=True):
+            # By way of its shortest text: 0.1, not the 0.10000000149011612 of its double.
+            shares = tuple(float(str(row[label])) for label in order)
+            abstains = self.abstain_below is not None and shares[0] < self.abstain_below
+            labels = () if abstains else tuple(self.predictor.classes[label] for label in order)
+            rows.append(Prediction(paths[index], labels, shares))
+        order = sorted(range(len(rows)), key=lambda row: rows[row].path)
+        if vectors is not None:
+            unread = np.full((len(batch.errors), vectors.shape[1]), np.nan, np.float32)
+            vectors = np.concatenate([unread, vectors])[order]
+        return [rows[row] for row in order], vectors
 
-def _content(row: Prediction) -> str:
-    shares = zip(row.labels, row.probabilities, strict=True)
-    return row.error or "  ".join(f"{label} {probability:.1%}" for label, probability in shares)
+    def take(self, rows: list[Prediction], vectors: NDArray[np.float32] | None) -> None:
+        """Take the rows of a whole batch."""
+        if self.copies is not None:  # before the rows count as done
+            self.copied += self.copies.copy(rows)
+        failures = [ImageError(row.path, row.error) for row in rows if row.error is not None]
+        self.errors += failures[: _NAMED_ERRORS - len(self.errors)]
+        if self.parts is not None:
+            self.parts.add(rows, vectors)
+            return
+        self.unreadable += len(failures)
+        self.count += len(rows) - len(failures)
+        self.abstained += sum(row.abstains for row in rows)
+        if self.copies is None:
+            self.kept += rows
 
-
-def _rows(
-    batch: Batch, probabilities: NDArray[np.float32], names: Sequence[str], classes: Sequence[str], top_k: int
-) -> list[Prediction]:
-    """Give a batch's rows by path; as the batches follow the sorted paths, so do all rows."""
-    best = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k]
-    rows = [Prediction(error.path, error=error.reason) for error in batch.errors]
-    for index, order, row in zip(batch.indices.tolist(), best.tolist(), probabilities, strict=True):
-        # By way of its shortest text: 0.1, not the 0.10000000149011612 of its double.
-        shares = tuple(float(str(row[label])) for label in order)
-        rows.append(Prediction(names[index], tuple(classes[label] for label in order), shares))
-    return sorted(rows, key=lambda row: row.path)
-
-
-def _columns(top_k: int) -> list[str]:
-    pairs = ((f"label_{rank}", f"probability_{rank}") for rank in range(1, top_k + 1))
-    return ["path", "error", *chain.from_iterable(pairs)]
-
-
-def _cells(row: Prediction, top_k: int) -> list[str | float | None]:
-    pairs = ((_text(label), share) for label, share in zip(row.labels, row.probabilities, strict=True))
-    cells: list[str | float | None] = [_text(row.path), None if row.error is None else _text(row.error)]
-    cells.extend(chain.from_iterable(pairs))
-    return cells + [None] * (2 + 2 * top_k - len(cells))
-
-
-def _text(name: str) -> str:
-    """Give a name as valid UTF-8."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-class _Table(Protocol):
-    """Writes rows into an open file."""
-
-    def __init__(self, file: BinaryIO, top_k: int) -> None: ...
-
-    def write(self, rows: Sequence[Prediction]) -> None: ...
-
-    def finish(self) -> None:
-        """Write what is held back; the file stays open."""
-
-
-class _CsvTable:
-    def __init__(self, file: BinaryIO, top_k: int) -> None:
-        self.top_k = top_k
-        # csv quotes a line break in a cell only where it is part of the line's end, so that end must hold both kinds.
-        self.writer = csv.writer(_LineFeeds(file), lineterminator="\r\n")
-        self.writer.writerow(_columns(top_k))
-
-    def write(self, rows: Sequence[Prediction]) -> None:
-        for row in rows:
-            self.writer.writerow([self._harmless(cell) for cell in _cells(row, self.top_k)])
-
-    def finish(self) -> None:
-        pass
-
-    @staticmethod
-    def _harmless(cell: str | float | None) -> str | float | None:
-        return _FORMULA.sub(r"\1'", cell) if isinstance(cell, str) else cell
-
-
-class _LineFeeds:
-    """Takes a line at a time from `csv.writer` and ends it as Unix does."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-
-    def write(self, line: str) -> None:
-        self.file.write(line.removesuffix("\r\n").encode() + b"\n")
-
-
-class _JsonLines:
-    def __init__(self, file: BinaryIO, top_k: int) -> None:
-        self.file, self.top_k, self.columns = file, top_k, _columns(top_k)
-
-    def write(self, rows: Sequence[Prediction]) -> None:
-        for row in rows:
-            record = dict(zip(self.columns, _cells(row, self.top_k), strict=True))
-            self.file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-
-    def finish(self) -> None:
-        pass
-
-
-class _ParquetTable:
-    def __init__(self, file: BinaryIO, top_k: int) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        types = {"path": pyarrow.string(), "error": pyarrow.string(), "label": pyarrow.string()}
-        fields = [(name, types.get(name.partition("_")[0], pyarrow.float32())) for name in _columns(top_k)]
-        self.top_k, self.schema, self.table_of = top_k, pyarrow.schema(fields), pyarrow.Table.from_pylist
-        self.writer = pyarrow.parquet.ParquetWriter(file, self.schema)
-        self.held: list[dict[str, Any]] = []
-
-    def write(self, rows: Sequence[Prediction]) -> None:
-        self.held += [dict(zip(self.schema.names, _cells(row, self.top_k), strict=True)) for row in rows]
-        if len(self.held) >= _PARQUET_ROWS:
-            self._flush()
-
-    def finish(self) -> None:
-        self._flush()
-        self.writer.close()
-
-    def _flush(self) -> None:
-        if self.held:
-            self.writer.write_table(self.table_of(self.held, schema=self.schema))
-            self.held = []
+    def result(self, resumed: int, ignored: int) -> Predictions:
+        """Say what was done."""
+        if self.parts is not None:
+            self.unreadable = sum(part.unreadable for part in self.parts.parts)
+            self.abstained = sum(part.abstained for part in self.parts.parts)
+            self.count = self.parts.done - self.unreadable
+        return Predictions(
+            self.count,
+            tuple(self.errors),
+            ignored,
+            tuple(self.kept),
+            self.unreadable,
+            self.abstained,
+            resumed,
+            self.copied,
+        )
 
 
-_TABLES: dict[str, type[_Table]] = {".csv": _CsvTable, ".jsonl": _JsonLines, ".parquet": _ParquetTable}
+def _joined(parts: Sequence[_Rows]) -> _Rows | None:
+    """Put what the processes made of a batch into one; None where this one gets nothing."""
+    if not parts:
+        return None
+    vectors = [part for _, part in parts if part is not None]
+    return [row for rows, _ in parts for row in rows], np.concatenate(vectors) if vectors else None
 
 
-@contextmanager
-def _writing(out: Path | None, top_k: int, kept: list[Prediction]) -> Iterator[Callable[[Sequence[Prediction]], None]]:
-    """Yield what to call with rows: it keeps them, or writes them aside to a file that takes its name at the end."""
-    if out is None:
-        yield kept.extend
-        return
-    failure: BaseException | None = None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as aside, aside.open("wb") as file:
-            table = _TABLES[out.suffix.lower()](file, top_k)
+class _Throughput:
+    """Moves a bar, and shows the images a second of this call."""
 
-            def write(rows: Sequence[Prediction]) -> None:
-                try:
-                    table.write(rows)
-                except OSError as error:
-                    raise _not_written(out, error) from error
+    def __init__(self, progress: "Progress | None", *, total: int, done: int) -> None:
+        self.progress, self.images, self.began = progress, 0, time.perf_counter()
+        self.task = None if progress is None else progress.add_task("predicting", total=total, completed=done)
 
-            try:
-                yield write
-            except BaseException as error:
-                failure = error
-                with suppress(Exception):  # the first failure counts; but Parquet must not outlive its file
-                    table.finish()
-                with suppress(OSError):  # after a failed write it tries that again
-                    file.close()
-                raise
-            table.finish()
-    except OSError as error:
-        if error is failure:  # the images', not this file's
-            raise
-        raise _not_written(out, error) from error
-
-
-def _not_written(out: Path, error: OSError) -> RunError:
-    return RunError(f"cannot write {out}: {error.strerror or error}; an earlier file stays as it was")
+    def advance(self, images: int) -> None:
+        if self.progress is None or self.task is None:
+            return
+        self.images += images
+        speed = self.images / max(time.perf_counter() - self.began, 1e-9)
+        self.progress.update(self.task, advance=images, description=f"predicting, {speed:.0f} images/s")

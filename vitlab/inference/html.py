@@ -1,7 +1,8 @@
-"""Reports as one HTML page that needs nothing else: no network, no script, no file beside it.
+"""Reports as one HTML page that needs nothing else: no network, no file beside it.
 
 A report's own template lies in `templates/` and extends `page.html`, which has the shell and the styles for light and
-dark. What a template shows is escaped, since names of files and classes are as hostile as they like.
+dark. What a template shows is escaped, since names of files and classes are as hostile as they like; of scripts a
+browser runs only one whose hash the page's policy names.
 """
 
 import base64

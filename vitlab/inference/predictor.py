@@ -7,7 +7,7 @@ images, before the softmax. That changes no ranking. A file without a temperatur
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from vitlab.data.images import read_image
 from vitlab.data.loader import Batch
 from vitlab.engine.device import resolve_device
 from vitlab.errors import InputError
-from vitlab.models.files import load_model
+from vitlab.models.files import checkpoint_path, load_model
 
 ImageLike: TypeAlias = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
 """A path, an RGB array uint8 (H, W, 3), or a Pillow picture."""
@@ -35,16 +35,25 @@ class Predictor:
         checkpoint: model file, or a run folder for its `best.safetensors`.
         device: `auto` (a GPU where there is one), cpu, cuda, cuda:N or mps.
         batch_size: images that go through the network at a time; the numbers do not depend on it beyond 1e-5.
+        tta: test-time augmentation. `flip` takes the mean of the probabilities of an image and of its mirror image.
 
     Raises:
         InputError: the file is no model file of vitlab's or knows no classes, or the device is not there.
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", batch_size: int = 32) -> None:
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        batch_size: int = 32,
+        tta: Literal["none", "flip"] = "none",
+    ) -> None:
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}: give 1 or more")
-        self.device, self.batch_size = resolve_device(device), batch_size
-        file = load_model(Path(checkpoint), device=self.device)
+        self.device, self.batch_size, self.tta = resolve_device(device), batch_size, tta
+        self.path = checkpoint_path(Path(checkpoint))
+        file = load_model(self.path, device=self.device)
         file.require_classes(checkpoint)
         self.network = file.network.float().eval()
         self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature
@@ -91,11 +100,38 @@ class Predictor:
         """
         if not len(images):
             return np.empty((0, len(self.classes)), np.float32)
+        with self._in_float32():
+            return _mean([self._probabilities(self.network(view)) for view in self._views(images)])
+
+    @torch.inference_mode()
+    def embed_batch(self, images: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Give the probabilities of images that are preprocessed, and what the head's last layer makes them of.
+
+        Args:
+            images: uint8 (B, C, h, w), as a Loader gives them; B may be 0.
+
+        Returns:
+            float32 (B, K), those of `predict_batch`, and the embeddings (B, D): the pooled features, timm's
+            `forward_head(..., pre_logits=True)`. Of several views of an image both are means.
+        """
+        if not len(images):
+            _, embeddings = self.embed_batch(images.new_zeros(1, *images.shape[1:]))
+            return np.empty((0, len(self.classes)), np.float32), embeddings[:0]
+        with self._in_float32():
+            features = [self.network.forward_features(view) for view in self._views(images)]
+            embeddings = _mean([self.network.forward_head(each, pre_logits=True) for each in features])
+            return _mean([self._probabilities(self.network.forward_head(each)) for each in features]), embeddings
+
+    def _in_float32(self) -> torch.autocast:
+        return torch.autocast(self.device.type, enabled=False)  # a caller's autocast would cost the last digits
+
+    def _views(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """Give the network's input, and its mirror image where that counts, too."""
         inputs = self.preprocess.normalize(images.to(self.device, non_blocking=True))
-        # A caller's autocast would cost the last digits.
-        with torch.autocast(self.device.type, enabled=False):
-            logits: torch.Tensor = self.network(inputs)
-        return (logits / self.temperature).softmax(dim=1).cpu().numpy()
+        return [inputs, inputs.flip(-1)] if self.tta == "flip" else [inputs]
+
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        return (logits / self.temperature).softmax(dim=1)
 
     def _prepare(self, image: ImageLike, index: int) -> NDArray[np.uint8]:
         if isinstance(image, str | os.PathLike):
@@ -108,3 +144,9 @@ class Predictor:
             what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
             raise InputError(f"image {index} is {what}: give a path or RGB pixels as a uint8 array (H, W, 3)")
         return self.preprocess.apply(image)
+
+
+def _mean(views: Sequence[torch.Tensor]) -> NDArray[np.float32]:
+    """Give the mean of the views' (B, ...) as an array; of one view its own bits."""
+    mean: NDArray[np.float32] = (sum(views[1:], start=views[0]) / len(views)).cpu().numpy()
+    return mean

@@ -59,8 +59,9 @@ def known_past(model: ModelFile, split: Split) -> tuple[bool, str | None]:
         trained on them.
     """
     own, name = model.data.get("fingerprint", {"sha256": {}, "counts": {}}), split.name
-    digest = fingerprint(split)["sha256"][name]
-    is_own = own["sha256"].get(name) == digest
+    now = fingerprint(split, contents="contents" in own)
+    digest = now["sha256"][name]
+    is_own = all(own[key].get(name) == now[key][name] for key in now.keys() & {"sha256", "contents"})
     trained, fitted = own["sha256"].get("train"), own["counts"].get("train", 0)
     note = None
     if trained == digest:

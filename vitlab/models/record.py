@@ -63,8 +63,9 @@ def _check_model(model: dict[str, Any]) -> None:
 
 def _check_data(data: dict[str, Any]) -> None:
     fingerprint = data.get("fingerprint", {"counts": {}, "sha256": {}})
-    counts, hashes = map(fingerprint.get, ("counts", "sha256")) if isinstance(fingerprint, dict) else (None, None)
-    if not isinstance(counts, dict) or not isinstance(hashes, dict) or not all(type(n) is int for n in counts.values()):
+    hashes = (fingerprint.get("sha256"), fingerprint.get("contents", {})) if isinstance(fingerprint, dict) else (None,)
+    counts = fingerprint.get("counts") if all(isinstance(part, dict) for part in hashes) else None
+    if not isinstance(counts, dict) or not all(type(n) is int for n in counts.values()):
         raise ValueError("its record has no counts and hashes as its data's fingerprint")
     fraction, seed = data.get("val_fraction", 0.1), data.get("seed", 0)
     if not is_number(fraction) or not 0 < fraction < 1 or type(seed) is not int or not 0 <= seed < 2**53:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitlab.checks import require
 from vitlab.config import DataConfig, RunConfig
@@ -18,6 +18,7 @@ from vitlab.data.palette_file import read_palette
 from vitlab.data.preprocess import Preprocess
 from vitlab.data.sample import read_sample, spread
 from vitlab.engine.optim import freeze
+from vitlab.engine.parallel import batch_norms
 from vitlab.errors import InputError
 from vitlab.models.catalog import create_model
 from vitlab.models.network import Network, PixelNetwork
@@ -156,14 +157,12 @@ def _find_palette(
 def _check_batches(config: RunConfig, network: Network, num_images: int) -> None:
     """Raise InputError where a batch of one image would meet a norm over the batch, which has no variance there."""
     batch_size = config.train.batch_size
-    if num_images % batch_size == 1 or batch_size == 1:
-        norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        if norms:
-            better = next(size for size in count(batch_size + 1) if num_images % size != 1)
-            raise InputError(
-                f"train.batch_size {batch_size} leaves a batch of one of {num_images} training images, and "
-                f"{config.model.name} normalises over batches: give {better}"
-            )
+    if (num_images % batch_size == 1 or batch_size == 1) and batch_norms(network):
+        better = next(size for size in count(batch_size + 1) if num_images % size != 1)
+        raise InputError(
+            f"train.batch_size {batch_size} leaves a batch of one of {num_images} training images, and "
+            f"{config.model.name} normalises over batches: give {better}"
+        )
 
 
 def build_preprocess(config: DataConfig, network: Network, stated: Mapping[str, Any]) -> Preprocess:

@@ -20,11 +20,12 @@ from vitlab.data.loader import Loader, Transform
 from vitlab.data.preprocess import EvalTransform, Preprocess
 from vitlab.engine.compilation import compile_blocks
 from vitlab.engine.device import autocast_dtype
-from vitlab.engine.distributed import ALONE, Processes, shard
+from vitlab.engine.distributed import ALONE, Processes
 from vitlab.engine.keeper import Keeper
 from vitlab.engine.monitor import Monitor
 from vitlab.engine.objectives import build_objective
-from vitlab.engine.optim import build_optimizer, build_schedule
+from vitlab.engine.optim import build_optimizer, build_schedule, require_shardable
+from vitlab.engine.parallel import batch_norms, shard
 from vitlab.engine.run_folder import RunFolder
 from vitlab.engine.trainer import Trainer, TrainingData, count_steps
 from vitlab.models.files import save_model
@@ -115,7 +116,7 @@ def build_trainer(
         "name": Path(config.data.root).name,
         "val_fraction": config.data.val_fraction,
         "seed": config.data.val_seed,
-        "fingerprint": fingerprint(dataset),
+        "fingerprint": fingerprint(dataset, contents=config.data.hash_contents),
     }
 
     def save(
@@ -167,7 +168,7 @@ def build_trainer(
         f"model.freeze {config.model.freeze} leaves nothing to train for {config.objective.name}: free some blocks",
     )
     if processes.count > 1:
-        _check_parallel(config)
+        _check_parallel(config, network, processes)
         processes.same_start(objective)
         if config.train.parallel == "fsdp":  # before the optimizer, which is to hold the shards
             shard(objective, network, device_of(network))
@@ -187,7 +188,7 @@ def build_trainer(
     return trainer
 
 
-def _check_parallel(config: RunConfig) -> None:
+def _check_parallel(config: RunConfig, network: Network, processes: Processes) -> None:
     """Raise InputError where several processes cannot do what is asked."""
     require(
         not config.train.find_lr, "train.find_lr tries rates in one process: leave it out, or start without torchrun"
@@ -198,6 +199,14 @@ def _check_parallel(config: RunConfig) -> None:
         f"train.ema_decay {config.train.ema_decay} needs the whole network on each process, and train.parallel fsdp "
         "shards it: leave one of them out",
     )
+    batch_size, needed = config.train.batch_size, 2 * processes.count
+    require(
+        batch_size >= needed or not batch_norms(network),
+        f"train.batch_size {batch_size} gives some of {processes.count} processes one image or none, and "
+        f"{config.model.name} normalises over batches: give {needed} or more",
+    )
+    if sharded:
+        require_shardable(config.optim)
 
 
 def _safe_precision(config: TrainConfig, network: Network, console: Console) -> TrainConfig:

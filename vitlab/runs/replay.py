@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitlab.checks import require
 from vitlab.config import RunConfig
-from vitlab.data.datasets import fingerprint, load_dataset
+from vitlab.data.datasets import fingerprint, load_dataset, may_be_same
 from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess
 from vitlab.engine.device import resolve_device
@@ -104,7 +104,7 @@ def _rebuild(path: Path, record: dict[str, Any], root: str | None) -> tuple[Trai
         seed=config.data.val_seed,
         allow_empty_classes=config.data.allow_empty_classes,
     )
-    if fingerprint(dataset) != run["data"]:
+    if not may_be_same(fingerprint(dataset, contents=config.data.hash_contents), run["data"]):
         raise InputError(f"the images of {config.data.root} are not those of {path}: restore them, or give --data")
     network, _ = build_network(config, dataset, console, fresh=False)
     network = network.to(resolve_device(config.train.device))

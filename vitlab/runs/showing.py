@@ -3,10 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -14,7 +12,6 @@ from vitlab.config import RunConfig
 from vitlab.data.augment import TrainTransform
 from vitlab.data.datasets import Dataset
 from vitlab.data.loader import Loader
-from vitlab.data.preprocess import EvalTransform
 from vitlab.engine import figures
 from vitlab.engine.device import multiply_add_rate
 from vitlab.engine.evaluator import Scores, headline
@@ -25,6 +22,7 @@ from vitlab.inference.pictures import draw_progress
 from vitlab.layers.attention import is_fused
 from vitlab.models.costs import count_macs, count_parameters, training_memory
 from vitlab.models.imagegpt import ImageGPT
+from vitlab.runs import watching
 from vitlab.seeds import derive_seed
 from vitlab.text import duration, say
 
@@ -113,16 +111,19 @@ class _SignalledError(Exception):
 
 def show_evaluation(trainer: Trainer, config: RunConfig, dataset: Dataset, scored: list[Scores]) -> None:
     """Show what an evaluation is of: mistakes where classes are scored, drawings where next pixels are."""
-    _show_confusion(trainer, scored)
+    best = next((s for s in scored if s.weights == trainer.progress.best_weights), None)
+    if best is not None and best.classifies and trainer.progress.best_step == trainer.progress.step:
+        _show_confusion(trainer, best)
+        watching.show_best(trainer, config, dataset, best)
+    watching.show_network(trainer, config, dataset)
     network, count = trainer.objective.network, config.monitor.drawings
     if not (count and config.objective.generates and isinstance(network, ImageGPT) and network.causal):
         return
     if trainer.wrapped.is_sharded:  # to draw would take every process as long
         return
     split, preprocess = dataset.splits["val"], trainer.data.preprocess
-    fixed = split.subset(split.name, np.linspace(0, len(split) - 1, min(len(split), (count + 1) // 2)).astype(np.int64))
-    with closing(Loader(fixed, EvalTransform(preprocess), batch_size=count, workers=0, on_error="skip")) as loader:
-        originals = next(iter(loader.epoch(0))).images.contiguous().numpy()
+    rows = watching.spread_rows(split, (count + 1) // 2)
+    originals = watching.read_rows(split, preprocess, rows).images.contiguous().numpy()
     trainer.objective.eval()
     folder, events, step = trainer.keeper.folder, trainer.monitor.events, trainer.progress.step
 
@@ -142,14 +143,8 @@ def show_evaluation(trainer: Trainer, config: RunConfig, dataset: Dataset, score
             events.flush()
 
 
-def _show_confusion(trainer: Trainer, scored: list[Scores]) -> None:
-    """Draw the confusion matrix of an evaluation that is the best so far, as a file and for TensorBoard."""
-    progress = trainer.progress
-    if progress.best_step != progress.step:
-        return
-    scores = next(scores for scores in scored if scores.weights == progress.best_weights)
-    if not scores.classifies:
-        return
+def _show_confusion(trainer: Trainer, scores: Scores) -> None:
+    """Draw the confusion matrix of an evaluation, as a file and for TensorBoard."""
     picture = figures.confusion_image(scores.confusion.numpy(), scores.classes)
     figures.save_image(trainer.keeper.folder.confusion, picture)
     if trainer.monitor.events is not None:

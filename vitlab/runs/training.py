@@ -28,9 +28,11 @@ from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import Finished, InputError, RunError
 from vitlab.models.safetensors_file import read_safetensors
+from vitlab.runs.card import write_card
 from vitlab.runs.networks import build_network, build_preprocess, settle_model
 from vitlab.runs.parts import build_data, build_trainer, build_trial
 from vitlab.runs.showing import conclude, describe, describe_data, preview, show_evaluation
+from vitlab.runs.watching import curve_groups, watch_gradients
 from vitlab.text import say
 
 _CURVES = ("val/top1", "val/loss", "train/loss")
@@ -123,7 +125,7 @@ def _run(config: RunConfig, console: Console, processes: Processes) -> Path:
         trainer = build_trainer(config, dataset, network, data, start.folder, console, processes)
         try:
             if start.state is not None:
-                _go_on(trainer, start, start.state, console)
+                _go_on(trainer, start, start.state, console, config, dataset)
             is_new = start.state is None or not start.in_place
             processes.on_main(lambda: _open_folder(config, dataset, trainer, is_new=is_new))
             if is_new:
@@ -139,6 +141,8 @@ def _run(config: RunConfig, console: Console, processes: Processes) -> Path:
             elif config.train.find_lr:
                 say(console, "train.find_lr: rates are tried at the start of a run only, and this one goes on")
             _fit(trainer, config, dataset)
+            if processes.is_main:
+                write_card(trainer, config, dataset)
         except OSError as error:
             reason = f"{error.strerror or error} ({error.filename or start.folder.path})"
             raise RunError(f"{reason}: {trainer.keeper.what_is_safe()}") from error
@@ -153,7 +157,8 @@ def _run(config: RunConfig, console: Console, processes: Processes) -> Path:
 
 def _claim(config: RunConfig, dataset: Dataset, console: Console, stack: ExitStack) -> Start:
     """Find where the run begins, and keep other runs out of its folder until the stack is left."""
-    start = open_run(config, fingerprint(dataset), stem=_stem(config), say=lambda line: say(console, line))
+    data = fingerprint(dataset, contents=config.data.hash_contents)
+    start = open_run(config, data, stem=_stem(config), say=lambda line: say(console, line))
     stack.enter_context(start.folder.claimed())
     return start
 
@@ -174,7 +179,7 @@ def _fit(trainer: Trainer, config: RunConfig, dataset: Dataset) -> None:
     _plot(trainer)
 
 
-def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> None:
+def _go_on(trainer: Trainer, start: Start, state: Path, console: Console, config: RunConfig, dataset: Dataset) -> None:
     """Put the trainer where a state stands; a state of another folder brings its run's best file and curves along."""
     elsewhere = trainer.keeper.resume(trainer, state)
     old = RunFolder(state.parent.parent)
@@ -184,6 +189,9 @@ def _go_on(trainer: Trainer, start: Start, state: Path, console: Console) -> Non
         )
     if trainer.done:
         _plot(trainer)  # the run may have been killed just before
+        if trainer.processes.is_main and start.in_place and not start.folder.card.exists():
+            with suppress(InputError):  # the best file is gone, and the run is finished all the same
+                write_card(trainer, config, dataset)
         trainer.processes.gather_numbers(0)  # a launcher may end them all at the first that ends
         raise Finished(
             f"the run of {state} is finished: give another train.run_dir for a new one, or more {_longer(trainer)} "
@@ -237,6 +245,7 @@ def _best_metrics(run: Path) -> dict[str, Any]:
 def _open_folder(config: RunConfig, dataset: Dataset, trainer: Trainer, *, is_new: bool) -> None:
     """Write the configuration that repeats the run, and a picture of what it learns from."""
     folder = trainer.keeper.folder
+    folder.card.unlink(missing_ok=True)  # of a shorter run that goes on now
     with replacing(folder.config) as aside:
         aside.write_text(config.to_yaml(), encoding="utf-8")
     if is_new or not folder.train_batch.exists():
@@ -253,7 +262,10 @@ def _open_curves(config: RunConfig, trainer: Trainer) -> None:
     if events.is_new:
         events.hparams(flatten(config.to_dict()), _CURVES)
         events.text("config", f"```yaml\n{config.to_yaml()}```")
+        events.layout(curve_groups(config))
         events.image(0, "train/batch", figures.load_image(folder.train_batch))
+    if config.monitor.histograms:
+        watch_gradients(trainer, events)
 
 
 def _plot(trainer: Trainer) -> None:
