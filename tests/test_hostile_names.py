@@ -1,4 +1,4 @@
-"""Forty names that nobody means well with, as classes and as files, through train, evaluate and predict."""
+"""Forty names that nobody means well with, as classes and as files, through train, evaluate, report and predict."""
 
 import csv
 import json
@@ -104,6 +104,31 @@ def test_evaluate_of_hostile_names_leaves_the_terminal_clean(images, trained, tm
     assert "\\x1b[41mred" in printed.out
     assert [row["class"] for row in json.loads(out.read_text())["per_class"]] == sorted(NAMES)
     assert sorted(os.listdir(tmp_path)) == ["confusion.png", "scores.json"]
+
+
+def test_report_and_card_of_hostile_names_hold_them_as_text(images, trained, tmp_path, capsys):
+    capsys.readouterr()
+    assert run("evaluate", trained[0], "--data", images, "--report", tmp_path / "report") in (0, 3)
+    assert is_clean(capsys.readouterr().out)
+    assert os.listdir(tmp_path) == ["report"]
+    assert os.listdir(tmp_path / "report") == ["index.html"]
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "<script>alert(1)" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "\x1b" not in page
+    card = (trained[0] / "README.md").read_text(encoding="utf-8")
+    assert "<script>" not in card.replace("\\<", "&lt;")
+    assert is_clean(card)
+
+
+def test_predict_by_class_of_hostile_names_stays_in_its_folder(images, trained, tmp_path):
+    before = files_below(images.parent)
+    assert run("predict", trained[0], images / "val", "--out", tmp_path / "r.csv", "--by_class", tmp_path / "by") == 0
+    assert files_below(images.parent) == before
+    assert sorted(os.listdir(tmp_path)) == ["by", "r.csv"]
+    copies = [path for path in (tmp_path / "by").rglob("*") if path.is_file()]
+    assert len(copies) == 40
+    assert {path.read_bytes() for path in copies} == {path.read_bytes() for path in (images / "val").rglob("*.png")}
 
 
 def test_predict_of_hostile_names_leaves_the_terminal_clean(images, trained, capsys, monkeypatch):
