@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from vitlab.checks import require
+from vitlab.course_sections import MonitorConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from vitlab.errors import InputError, unknown_name
 from vitlab.sections import (
     AugmentConfig,
     DataConfig,
     Interpolation,
     ModelConfig,
-    MonitorConfig,
-    ObjectiveConfig,
-    OptimConfig,
     ResizeMode,
     Schedule,
-    TrainConfig,
     WeightsKind,
 )
 
