@@ -1,6 +1,6 @@
 """A training script on the Python API: `vitlab train` as code, to copy and change.
 
-python scripts/train.py --data PHOTOS --run runs/mine
+python scripts/train.py --data PHOTOS --run_dir runs/mine
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main() -> int:
     """Train a small ViT on a folder, then classify one of its validation images."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="folder of images, or digits")
-    parser.add_argument("--run", required=True, help="folder for the run")
+    parser.add_argument("--run_dir", required=True, help="folder for the run")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--image_size", type=int, default=64)
     arguments = parser.parse_args()
@@ -32,7 +32,7 @@ def main() -> int:
         data=DataConfig(root=arguments.data),
         augment=AugmentConfig(crop="resized"),
         optim=OptimConfig(lr=1e-3, clip_grad=1.0),
-        train=TrainConfig(run_dir=arguments.run, epochs=arguments.epochs, batch_size=32),
+        train=TrainConfig(run_dir=arguments.run_dir, epochs=arguments.epochs, batch_size=32),
     )
     try:
         run = vitlab.train(config, console=Console())

@@ -22,7 +22,7 @@ def run(script: str, *arguments: object) -> str:
 
 
 def test_train_script_trains_and_classifies(color_folder, tmp_path):
-    out = run("train.py", "--data", color_folder, "--run", tmp_path / "run", "--epochs", 1, "--image_size", 16)
+    out = run("train.py", "--data", color_folder, "--run_dir", tmp_path / "run", "--epochs", 1, "--image_size", 16)
     assert (tmp_path / "run" / "best.safetensors").is_file()
     image, _, answer = out.splitlines()[-1].partition(": ")
     assert image == str(color_folder / "val" / "blue" / "000.png")

@@ -94,8 +94,10 @@ class Keeper:
             with self._writing():
                 yield
         finally:
+            # A run that a launcher's signal ends may get more of them, each of which would cut its last words short.
+            ending = self.signalled and is_launched()
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if ending else handler)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -303,9 +305,11 @@ class Keeper:
         self.writer.wait()
         trainer.processes.gather_numbers(0)  # the first to end takes the others with it
         name, folder = signal.Signals(self._signal).name, self.folder.path
+        count = trainer.processes.count
+        start = "vitlab" if count == 1 else f"torchrun --nproc-per-node {count} -m vitlab"
         return Interrupted(
             f"{name}: state saved in {state}; to go on: "
-            f"vitlab train --config {folder}/config.yaml --train.run_dir {folder}"
+            f"{start} train --config {folder}/config.yaml --train.run_dir {folder}"
         )
 
     def _save(self, trainer: "Trainer") -> Path:

@@ -157,15 +157,19 @@ def _data(record: Mapping[str, Any], config: RunConfig, dataset: Dataset, name: 
 
 def _training(rows: Sequence[Mapping[str, Any]], config: RunConfig, dataset: Dataset, machine: str) -> list[str]:
     values, default = flatten(config.to_dict()), flatten(RunConfig().to_dict())
-    changed = [key for key in values if not key.startswith(_LEFT_OUT) and values[key] != default.get(key)]
+    changed = [
+        key
+        for key in values
+        if (not key.startswith(_LEFT_OUT) or key == "model.freeze") and values[key] != default.get(key)
+    ]
     shown = [*_ALWAYS, *(key for key in changed if key not in _ALWAYS)]
     last = rows[-1] if rows else {"step": 0, "epoch": 0}
     lines = [
         "## Training",
         "",
         f"{last['step']:,} steps in {last['epoch']:,} epochs on {machine}, in about {_time(rows, dataset)} without the "
-        "evaluations. `vitlab train --config config.yaml --train.run_dir NEW` repeats it. What differs from vitlab's "
-        "defaults, and some that may not:",
+        "evaluations. `vitlab train --config config.yaml --data.root DATA --train.run_dir NEW` repeats it. What "
+        "differs from vitlab's defaults, and some that may not:",
         "",
     ]
     return lines + _table(("setting", "value"), [(f"`{key}`", _cell(values.get(key))) for key in shown])

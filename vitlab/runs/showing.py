@@ -43,11 +43,16 @@ def describe(console: Console, config: RunConfig, dataset: Dataset, trainer: Tra
     sizes = ", ".join(f"{name} {len(split)}" for name, split in dataset.splits.items())
     H, W = network.image_size
     precision = "fp32" if trainer.autocast is None else str(trainer.autocast).removeprefix("torch.")
-    say(console, f"{config.model.name}: {parameters:,} parameters, images {H}x{W}, on {trainer.device} in {precision}")
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    frozen = "" if config.model.freeze == "none" else f" ({trained:,} of them trained)"
+    say(
+        console,
+        f"{config.model.name}: {parameters:,} parameters{frozen}, images {H}x{W}, on {trainer.device} in {precision}",
+    )
     say(console, f"{config.data.root}: {len(dataset.classes)} classes, images: {sizes}")
     val = len(dataset.splits["val"])
     if val < _FEW_IMAGES:
-        say(console, f"note: validation has {val} images, so that one of them is {1 / val:.1%} of top-1")
+        say(console, f"note: validation has {val} images, so that one of them is {100 / val:.1f} points of top-1")
     seen = trainer.data.preprocess
     crop = f"crop of {seen.crop_fraction:g}" if seen.resize_mode == "crop" else seen.resize_mode
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (seen.mean, seen.std))
