@@ -208,3 +208,24 @@ def test_commands_open_no_connection(color_folder, tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["explain", "run", "a.png", "--out", "map.png"],
+        ["evaluate", "run", "--data", "images", "--report", "page.html"],
+        ["check", "images", "--report", "README.md"],
+    ],
+)
+def test_name_of_a_file_is_refused_where_a_folder_is_written(tmp_path, monkeypatch, capsys, line):
+    monkeypatch.chdir(tmp_path)
+    assert main(line) == 2
+    assert f"is {line[-1]}, and a folder of several files is written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_in_place_of_a_model_file_is_told_from_a_damaged_one(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_text("# no model, but words\n")
+    assert main(["predict", str(tmp_path / "model.safetensors"), str(tmp_path)]) == 2
+    assert "it does not begin as such a file does" in capsys.readouterr().err

@@ -17,7 +17,15 @@ from vitlab.options import (
     ProbeOptions,
     ReplayOptions,
 )
-from vitlab.outputs import DIFFERENT, FOUND_PROBLEMS, SKIPPED_SOME, check_outputs, draw_confusion, write_json
+from vitlab.outputs import (
+    DIFFERENT,
+    FOUND_PROBLEMS,
+    SKIPPED_SOME,
+    check_folder,
+    check_outputs,
+    draw_confusion,
+    write_json,
+)
 from vitlab.pixel_commands import complete, palette, sample
 from vitlab.printing import print_comparison, print_configs, print_models, print_proposals, print_scores
 from vitlab.text import progress_bar, say
@@ -53,6 +61,7 @@ def check(options: CheckOptions) -> int:
 
     console = Console()
     check_outputs(json=options.json)
+    check_folder("report", options.report)
     if options.report is not None:
         require_outside(Path(options.report), options.data)
     with progress_bar(console) as progress:
@@ -98,6 +107,7 @@ def _evaluate(options: EvaluateOptions, processes: "Processes") -> int:
 
     console = Console(quiet=not processes.is_main)
     check_outputs(json=options.json, confusion=options.confusion)
+    check_folder("report", options.report)
     if options.report is not None:
         require_outside(Path(options.report), options.data)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
@@ -256,6 +266,7 @@ def explain(options: ExplainOptions) -> int:
     from vitlab.models.files import load_model
 
     console = Console()
+    check_folder("out", options.out)
     model = load_model(options.checkpoint, device=resolve_device(options.device))
     with progress_bar(console) as progress:
         result = explain_files(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SKIPPED_SOME = FOUND_PROBLEMS = 3
 DIFFERENT = 4
+_FILE_SUFFIXES = {".png", ".jpg", ".jpeg", ".html", ".json", ".md", ".csv", ".txt", ".npz", ".pdf"}
 
 
 def check_outputs(
@@ -40,6 +41,12 @@ def check_outputs(
                 raise InputError(f"--{name} {path} cannot be written ({error.strerror}): give another place") from None
             if not os.access(Path(path).parent, os.W_OK):
                 raise InputError(f"--{name} {path} cannot be written, its folder is read-only: give another place")
+
+
+def check_folder(name: str, path: str | None) -> None:
+    """Refuse the name of a file where a folder is written."""
+    if path is not None and Path(path).suffix.lower() in _FILE_SUFFIXES and not Path(path).is_dir():
+        raise InputError(f"--{name} is {path}, and a folder of several files is written: give a name without a suffix")
 
 
 def write_json(console: Console, path: str | None, result: dict[str, Any], *, what: str = "scores") -> None:

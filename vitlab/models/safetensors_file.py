@@ -23,6 +23,7 @@ from vitlab.parsing import parse_json
 
 FORMAT = 1
 HEADER_LIMIT_BYTES = 16 * 2**20
+_NO_HEADER_BYTES = 2**40
 NO_DIGITS = "0" * 64
 """What stands in the place of a hash where it is computed."""
 
@@ -88,6 +89,8 @@ def damaged(path: Path, reason: str) -> InputError:
 
 def _read_header(path: Path, file: IO[bytes]) -> bytes:
     size = int.from_bytes(file.read(8), "little")
+    if size > _NO_HEADER_BYTES:  # the letters of a text, as a number
+        raise damaged(path, "it does not begin as such a file does")
     if size > HEADER_LIMIT_BYTES:
         raise damaged(path, f"a header of {size:,} bytes is above the limit of {HEADER_LIMIT_BYTES:,}")
     header = file.read(size)
