@@ -153,8 +153,9 @@ class Keeper:
 
     def _signal_came(self, trainer: "Trainer") -> bool:
         signals = [int(row[0]) for row in trainer.processes.gather_numbers(self._signal or 0)]
-        self._signal = next((number for number in signals if number), None)
-        return self.signalled
+        agreed = next((number for number in signals if number), None)
+        self._signal = self._signal or agreed  # one that comes during the exchange counts at the next
+        return agreed is not None
 
     def fetching(self, trainer: "Trainer", batches: Iterable[_T]) -> Iterator[_T]:
         """Pass batches on, between steps or in an evaluation; keep all steps where one cannot be had.
