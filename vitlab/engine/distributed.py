@@ -114,6 +114,17 @@ class Processes:
         made: _T = outcome[0]
         return made
 
+    def main_first(self, make: Callable[[], _T]) -> _T:
+        """Let everybody make something, process 0 before the others, who may find on the disk what it wrote there.
+
+        Raises:
+            PeerLost: process 0 is gone.
+        """
+        if self.is_main:
+            made = make()
+        self.gather_numbers(0)
+        return made if self.is_main else make()
+
     def in_step(self, items: Iterable[_T]) -> Iterator[_T]:
         """Pass on items, of which each process has as many; where one fails to get its own, all fail.
 

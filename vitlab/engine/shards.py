@@ -5,7 +5,6 @@ RUN/resume/step-N holds safetensors files in the layout of torch.distributed.che
 the other way round.
 """
 
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from vitlab.engine.distributed import Processes
 from vitlab.engine.objectives import Objective
 from vitlab.engine.parallel import is_sharded
-from vitlab.engine.state import capture, digest_of, finish_state, read_record
+from vitlab.engine.state import begin_state, capture, digest_of, finish_state, naming_unwritten, read_record
 from vitlab.errors import InputError, RunError
 
 
@@ -34,30 +33,19 @@ def save_shards(path: Path, tensors: dict[str, Tensor], record: dict[str, Any], 
     aside = path.with_name(f".new-{path.name}")
 
     def begin() -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-        except OSError as error:
-            raise RunError(
-                f"cannot write the state {path}: {error.strerror}; the states before it are whole"
-            ) from error
+        with naming_unwritten(path):
+            begin_state(path, aside)
+
+    def finish() -> None:
+        with naming_unwritten(path):
+            shards = {file.name: digest_of(file) for file in sorted(aside.glob("*.safetensors"))}
+            finish_state(path, aside, {"shards": shards}, record)
 
     processes.on_main(begin)
     try:
         save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(aside), save_distributed=True))
     except Exception as error:  # whatever a process met, torch raises as one error of its own on all of them
         raise RunError(f"cannot write the state {path}: {error}; the states before it are whole") from error
-
-    def finish() -> None:
-        try:
-            shards = {file.name: digest_of(file) for file in sorted(aside.glob("*.safetensors"))}
-            finish_state(path, aside, {"shards": shards}, record)
-        except OSError as error:
-            raise RunError(
-                f"cannot write the state {path}: {error.strerror}; the states before it are whole"
-            ) from error
-
     processes.on_main(finish)
 
 

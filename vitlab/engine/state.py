@@ -181,19 +181,40 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
     """
     aside = path.with_name(f".new-{path.name}")
     try:
-        if not path.parent.is_dir():
-            path.parent.mkdir()
-            flush(path.parent.parent)
+        with naming_unwritten(path):
+            begin_state(path, aside)
+            contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, aside / "tensors.safetensors")
+            finish_state(path, aside, {"tensors": digest_of(aside / "tensors.safetensors")}, record)
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, aside / "tensors.safetensors")
-        finish_state(path, aside, {"tensors": digest_of(aside / "tensors.safetensors")}, record)
+
+
+@contextmanager
+def naming_unwritten(path: Path) -> Iterator[None]:
+    """Say in one line that a state cannot be written, and why.
+
+    Raises:
+        RunError: something within failed.
+    """
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"cannot write the state {path}: {reason}; the states before it are whole") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+
+
+def begin_state(path: Path, aside: Path) -> None:
+    """Make an empty folder `aside` for the tensors of the state `path`, beside its place.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not path.parent.is_dir():
+        path.parent.mkdir()
+        flush(path.parent.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
 
 
 def finish_state(path: Path, aside: Path, digests: dict[str, Any], record: dict[str, Any]) -> None:

@@ -47,12 +47,14 @@ def build_data(
         record = preprocess.to_dict()
         scale = config.augment.crop_min_scale
         training = {"use": "train", "crop": transform.crop, "crop_min_scale": scale, **record}
-        # What one process has written to the disk the others find there.
-        for turn in (True, False) if data.cache == "disk" else (processes.is_main,):
-            if turn == processes.is_main:
-                train_split = _cached(data, train_split, transform.shrink_for_cache, training, console)
-                val_split = _cached(data, val_split, preprocess.apply, {"use": "evaluation", **record}, console)
-            processes.gather_numbers(0)
+
+        def fill() -> tuple[Split, Split]:
+            return (
+                _cached(data, train_split, transform.shrink_for_cache, training, console),
+                _cached(data, val_split, preprocess.apply, {"use": "evaluation", **record}, console),
+            )
+
+        train_split, val_split = processes.main_first(fill) if data.cache == "disk" else fill()
         train_transform, val_transform = transform.change, unchanged
     train = Loader(
         train_split,

@@ -145,9 +145,8 @@ def _maps(
     """Map what speaks for the true class, image by image; None where the network or the memory has no room for it."""
     maps: list[NDArray[np.float32]] = []
     try:
-        for image, label in zip(
-            batch.images, batch.labels, strict=True
-        ):  # attention weights of several take much memory
+        # One at a time: the attention weights of several take much memory.
+        for image, label in zip(batch.images, batch.labels, strict=True):
             inputs = preprocess.normalize(image[None].to(device))
             maps.append(explain_map(network, inputs, label[None]).cpu().numpy()[0])
     except (InputError, torch.OutOfMemoryError):
