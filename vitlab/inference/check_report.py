@@ -107,7 +107,8 @@ class CheckReport:
             if len(finding.cases) > _PRINTED_CASES:
                 say(console, f"  and {len(finding.cases) - _PRINTED_CASES} more: --json or --report list all")
         found = len(self.problems)
-        say(console, f"{self.data}: {found or 'no'} kind{'' if found == 1 else 's'} of problem found")
+        kinds = f"{found} kind{'' if found == 1 else 's'} of problem" if found else "no problem"
+        say(console, f"{self.data}: {kinds} found")
 
     def write_html(self, folder: Path) -> Path:
         """Write `index.html`, one page that needs nothing else, and give its path.
