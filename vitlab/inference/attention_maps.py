@@ -18,7 +18,6 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 
 from vitlab.layers.attention import attention_weights
-from vitlab.layers.position import relative_bias
 from vitlab.layers.window_attention import WindowAttention
 from vitlab.layers.windows import pad_to_multiple, partition, reverse
 from vitlab.models.davit import ChannelAttention, SpatialAttention, channel_attention
@@ -132,15 +131,8 @@ def weights_of(layer: AttentionLayer, qkv: Tensor) -> Tensor:
         return channel_attention(query, key, identity).mT[:, None]
     num_windows = len(windows_of(layer, _blank(layer, qkv)))
     query, key, _ = rearrange(qkv, "(b v) n (three h d) -> three b v h n d", three=3, v=num_windows, h=heads)
-    return attention_weights(query, key, bias=_bias(layer.module), causal=layer.kind == "causal")
-
-
-def _bias(module: nn.Module) -> Tensor | None:
-    """Give what a layer of windows adds to its scores, `(V or 1, h, n, n)`."""
-    if not isinstance(module, WindowAttention):
-        return None
-    bias = relative_bias(module.relative_position_bias_table, module.relative_position_index)[None]
-    return bias if module.mask is None else bias + module.mask[:, None]
+    bias = layer.module.score_bias() if isinstance(layer.module, WindowAttention) else None
+    return attention_weights(query, key, bias=bias, causal=layer.kind == "causal")
 
 
 def _blank(layer: AttentionLayer, like: Tensor) -> Tensor:

@@ -78,15 +78,18 @@ class WindowAttention(MultiHeadAttention):
         grid = reverse(windows, self.window, self.padded_size)[:, :H, :W]
         return grid if self.mask is None else grid.roll((down, right), (1, 2))
 
+    def score_bias(self) -> Tensor:
+        """Give what is added to the scores, `(V, h, N, N)`; of windows that are not shifted `(1, h, N, N)`."""
+        bias = relative_bias(self.relative_position_bias_table, self.relative_position_index)[None]
+        return bias if self.mask is None else bias + self.mask[:, None]
+
     def _attend(self, windows: Tensor) -> Tensor:
         """Map windows `(B * V, N, D)` to the same shape.
 
         The windows of an image, where each has its own mask, become heads: so bias and mask, the same for every image,
         are added without a copy for each.
         """
-        bias = relative_bias(self.relative_position_bias_table, self.relative_position_index)[None]
-        if self.mask is not None:
-            bias = bias + self.mask[:, None]  # (V, h, N, N)
+        bias = self.score_bias()
         V, h, _, _ = bias.shape
         qkv = rearrange(self.qkv(windows), "(b v) n (three h d) -> three b (v h) n d", three=3, v=V, h=h)
         heads = attention(*qkv, bias=bias.flatten(0, 1))
