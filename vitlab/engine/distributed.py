@@ -187,7 +187,10 @@ def launched(device: str) -> Iterator[Processes]:
     try:
         if gpus:
             torch.cuda.set_device(processes.local_rank)
-        store, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
+        launchers, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
+        # The launcher's store outlives a restart, and with it the addresses of processes that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"vitlab/attempt {attempt} of {count}", launchers)
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     except (RuntimeError, ValueError) as error:
@@ -213,7 +216,7 @@ def _settle_teller(failure: BaseException, processes: Processes, store: Any) -> 
     A launcher ends all processes at the first that ends, so the others are waited for: one that only repeats what
     process 0 is about to say would keep it from saying so.
     """
-    keys = [f"vitlab/failed/{rank}" for rank in range(processes.count)]
+    keys = [f"failed/{rank}" for rank in range(processes.count)]
     with suppress(RuntimeError):  # the store is gone with the launcher, or with process 0
         lost = isinstance(failure, PeerLost)
         store.set(keys[processes.rank], "" if lost else f"{type(failure).__name__}: {failure}")
