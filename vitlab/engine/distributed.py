@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from vitlab.errors import InputError, PeerLost, RunError, leave_telling
@@ -190,7 +191,7 @@ def launched(device: str) -> Iterator[Processes]:
         launchers, rank, count = next(rendezvous("env://", timeout=_PATIENCE))
         # The launcher's store outlives a restart, and with it the addresses of processes that are gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"vitlab/attempt {attempt} of {count}", launchers)
+        store = PrefixStore(f"vitlab/attempt {attempt} of {count}", launchers)
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     except (RuntimeError, ValueError) as error:
