@@ -1,6 +1,7 @@
 """The command line: one line for a user's mistake, fast, without torch."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -52,6 +53,9 @@ def fails(capsys, *arguments: str) -> str:
         (["evaluate", "x", "--data", "y", "--split", "tst"], "--split is tst: give one of train, val, test, all"),
         (["predict", "x"], "missing paths"),
         (["predict", "x", "y", "--top_k", "0"], "--top_k is 0: give 1 or more"),
+        (["predict", "x", "y", "--workers", "1025"], "--workers is 1025: give at most 1,024"),
+        (["predict", "x", ""], "a path is empty: give image files or folders"),
+        (["explain", "", "y", "--out", "z"], "a path is empty: give image files or folders"),
         (["models", "--image_size", "0"], "--image_size is 0: give sides of 1 to 8192 pixels, such as 224"),
         (["models", "--image_size", "32", "32x"], "--image_size is 32x: give sides"),
         (["models", "--image_size", "a"], "--image_size is a: give sides"),
@@ -69,6 +73,40 @@ def test_cli_names_an_unknown_key_of_a_file(capsys, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  epoch: 3\n", encoding="utf-8")
     assert "unknown option --train.epoch: did you mean --train.epochs?" in fails(capsys, "train", "--config", str(path))
+
+
+@pytest.mark.parametrize("line", [["models"], ["models", "--json"], ["--help"]])
+def test_cli_ends_quietly_where_nobody_reads_on(line):
+    """As `cat` does in front of `| head`, whether rich prints or we do."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run([sys.executable, "-m", "vitlab", *line], stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "explain", "probe"])
+@pytest.mark.parametrize("name", ["timm/resnet18", "vit_tiny"])
+def test_cli_says_how_a_network_becomes_a_model_file(capsys, tmp_path, command, name):
+    rest = {"predict": [str(tmp_path)], "explain": [str(tmp_path), "--out", str(tmp_path / "out")]}
+    line = [command, name, *rest.get(command, ["--data", str(tmp_path)])]
+    expected = f"{name} is a network's name, and a model file with trained weights is needed: vitlab train --model.name"
+    assert expected in fails(capsys, *line)
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "explain"])
+@pytest.mark.parametrize("name", ["weights.pth", "weights.bin", "weights.npz"])
+def test_cli_says_what_weights_from_elsewhere_are_good_for(capsys, tmp_path, command, name):
+    path = tmp_path / name
+    torch.save({"weight": torch.zeros(2)}, path)
+    rest = {"predict": [str(tmp_path)], "explain": [str(tmp_path), "--out", str(tmp_path / "out")]}
+    line = [command, str(path), *rest.get(command, ["--data", str(tmp_path)])]
+    expected = (
+        f"{path} is not a model file of vitlab, which knows classes and preprocessing: vitlab train --model.weights"
+    )
+    assert expected in fails(capsys, *line)
 
 
 @pytest.mark.parametrize(

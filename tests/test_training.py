@@ -202,8 +202,13 @@ def test_resume_refuses_a_changed_pixel_where_contents_are_hashed(tiny_run, colo
     scored = read_split(model, str(root), "val")
     assert not scored.is_own
     assert "not the val images of the model's own run" in scored.note
-    with pytest.raises(InputError, match=r"the images of .*photos are not those of .*step-"):
+    told = r"the images of .*photos are not those of .*step-.* \(as many, train 39, val 15, test 12, but their contents"
+    with pytest.raises(InputError, match=told):
         run_training(config)
+    (root / "val/red/000.png").rename(root / "val/red/renamed.png")
+    with pytest.raises(InputError, match="but their names, sizes or classes differ"):
+        run_training(config)
+    (root / "val/red/renamed.png").rename(root / "val/red/000.png")
     run_training(tiny_run(data__root=str(root), train__epochs=3))  # without it name and size count
 
 

@@ -1,7 +1,7 @@
 """`vitlab` and `python -m vitlab`: run a command, and turn its ending into an exit code.
 
 0 done; 1 failed; 2 the user's input is wrong; 3 finished, but some images could not be read; 4 compared and different;
-130 interrupted.
+130 interrupted; 141 whoever read the output has gone.
 """
 
 import errno
@@ -20,6 +20,8 @@ from vitlab.text import printable
 
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _AFTER_MAIN_S = 3.0
+_WITHOUT_READER = 128 + signal.SIGPIPE
+"""What a shell shows of `cat` or `git` in front of `| head`."""
 _OUT_OF_MEMORY = (
     "memory is full: give fewer images at a time (train.batch_size with more train.accumulate, "
     "or --batch_size), or train.grad_checkpointing true"
@@ -50,10 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(error, 1, f"{_OUT_OF_MEMORY} ({str(error).partition('.')[0]})")
     except KeyboardInterrupt as error:
         return _end(error, 130, "interrupted")
-    except BrokenPipeError as error:
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):  # else it is rich's
+            raise
         # The reader of our output has gone, as after `| head`; a second failure while Python flushes is silenced.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _end(error, 1, "stopped: whoever read the output has gone")
+        return _WITHOUT_READER
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return _end(error, 2 if error.errno in _WRONG_PATH else 1, f"{error.strerror or error}{where}")
@@ -84,13 +88,20 @@ def _ended_by_signals() -> Iterator[None]:
 def _run(arguments: Sequence[str]) -> int:
     from vitlab import cli
 
-    name, options = cli.parse(arguments)
+    try:
+        name, options = cli.parse(arguments)
+    except SystemExit:  # help was printed
+        sys.stdout.flush()
+        raise
     if name == "help":
         print(options, end="")
-        return 0
-    from vitlab import commands
+        code = 0
+    else:
+        from vitlab import commands
 
-    return int(getattr(commands, name)(options))
+        code = int(getattr(commands, name)(options))
+    sys.stdout.flush()  # here, where a failure is told in one line
+    return code
 
 
 def _end(error: BaseException, code: int, message: str | None = None) -> int:

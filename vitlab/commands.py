@@ -57,9 +57,11 @@ if TYPE_CHECKING:
 def check(options: CheckOptions) -> int:
     """`vitlab check`: look at every image of a data set, and say what is wrong."""
     from vitlab.inference.check import check_data
-    from vitlab.inference.check_report import require_outside
+    from vitlab.inference.check_report import refuse_inside, require_outside
 
     console = Console()
+    if options.json is not None:
+        refuse_inside("json", Path(options.json), options.data)
     check_outputs(json=options.json)
     check_folder("report", options.report)
     if options.report is not None:

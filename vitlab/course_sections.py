@@ -126,7 +126,7 @@ class TrainConfig:
     """Micro-batches to an optimizer step."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Of several processes, each holds the whole network (`ddp`), or a share of it, for networks that do not fit
-    (`fsdp`)."""
+    (`fsdp`, without TensorBoard's attention, histograms and embeddings, and without drawings)."""
     seed: int = 0
     """Seed of weights, order, augmentation and dropout."""
     device: str = "auto"
@@ -196,9 +196,11 @@ class MonitorConfig:
     drawings: int = 8
     """Images that an ImageGPT of next pixels draws at each evaluation, and half as many that it completes; or 0."""
     histograms: bool = False
-    """TensorBoard shows how weights and gradients are spread, at each evaluation and each epoch's last step."""
+    """TensorBoard shows how weights and gradients are spread, at each evaluation and each epoch's last step; not under
+    `train.parallel fsdp`."""
     embeddings: bool = False
-    """TensorBoard's projector shows the features of up to 1,000 validation images, as of the best weights so far."""
+    """TensorBoard's projector shows the features of up to 1,000 validation images, as of the best weights so far; not
+    under `train.parallel fsdp`."""
 
     def __post_init__(self) -> None:
         require_values(self, section="monitor")

@@ -8,6 +8,7 @@ from vitlab.errors import InputError
 from vitlab.sections import LARGEST_SIDE
 
 ProbeMethod = Literal["linear", "knn"]
+_MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class CheckOptions:
     data: str
     """Folder of images, of CIFAR batches or of IDX files, a .csv or .jsonl manifest, or `digits`."""
     json: str | None = None
-    """Write all findings to this file."""
+    """Write all findings to this file; outside of the data set."""
     report: str | None = None
     """Write a page with pictures, index.html, into this folder; outside of the data set."""
     checkpoint: str | None = None
@@ -28,6 +29,9 @@ class CheckOptions:
     """Where the checkpoint computes: `auto`, cpu, cuda, cuda:N or mps."""
 
     def __post_init__(self) -> None:
+        for name, path in (("data", self.data), ("--report", self.report)):
+            if path == "":  # an unset variable of the shell, and not the folder where we are
+                raise InputError(f"{name} is empty: give a path")
         check_workers(self.workers)
 
 
@@ -80,7 +84,8 @@ class PredictOptions:
     tta: Literal["none", "flip"] = "none"
     """Test-time augmentation; `flip`: the mean of the probabilities of an image and of its mirror image."""
     abstain_below: float | None = None
-    """An image whose likeliest class has less than this probability gets no label; its probabilities stay."""
+    """An image whose likeliest class has less than this probability gets no answer: `label_1` stays empty, its
+    probabilities and the classes that follow stand. Without it, `label_1` is always the likeliest class."""
     embeddings: str | None = None
     """Write what the network's last layer sees of each image to this .npy file, a row for each of --out."""
     by_class: str | None = None
@@ -97,6 +102,7 @@ class PredictOptions:
     def __post_init__(self) -> None:
         check_positive("batch_size", self.batch_size)
         check_positive("top_k", self.top_k)
+        check_paths([self.checkpoint, *self.paths])
         check_workers(self.workers)
         share = self.abstain_below
         if share is not None and not 0 < share <= 1:
@@ -191,7 +197,7 @@ class ExplainOptions:
     images: list[str]
     """Image files, and folders that are searched to any depth."""
     out: str
-    """Folder for the pictures (.png) and their values (.npz)."""
+    """Folder for the pictures (.png) and their values (.npz), new or empty."""
     class_: str | None = None
     """Show what speaks for this class; default: for the likeliest of each image."""
     layers: list[str] = field(default_factory=list)
@@ -206,6 +212,7 @@ class ExplainOptions:
     def __post_init__(self) -> None:
         check_positive("batch_size", self.batch_size)
         check_workers(self.workers)
+        check_paths([self.checkpoint, *self.images])
         self.layer_numbers()
 
     def layer_numbers(self) -> list[int] | None:
@@ -252,9 +259,17 @@ def _layer_numbers(layers: list[str]) -> list[int]:
 
 
 def check_workers(workers: int | None) -> None:
-    """Raise InputError for a number of loader processes below 0."""
+    """Raise InputError for a number of loader processes below 0, or so large that starting them ends no more."""
     if workers is not None and workers < 0:
         raise InputError(f"--workers is {workers}: give 0 or more")
+    if workers is not None and workers > _MOST_WORKERS:
+        raise InputError(f"--workers is {workers}: give at most {_MOST_WORKERS:,}")
+
+
+def check_paths(paths: list[str]) -> None:
+    """Raise InputError for an empty text, such as of a shell's unset variable, which would be the current folder."""
+    if "" in paths:
+        raise InputError("a path is empty: give image files or folders, and . for the current folder")
 
 
 def check_positive(name: str, value: int) -> None:

@@ -164,11 +164,28 @@ def test_logit_sample_keeps_every_mth_image_whatever_the_batches(max_values, eve
     logits, labels = draw(50, 5)
     sample = LogitSample(max_values)
     for start in range(0, 50, size):
-        sample.add(logits[start : start + size], labels[start : start + size])
+        sample.add(logits[start : start + size], labels[start : start + size], torch.arange(50)[start : start + size])
     kept, kept_labels = sample.tensors()
     assert sample.every == every
     assert torch.equal(kept, logits[::every])
     assert torch.equal(kept_labels, labels[::every])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_logit_sample_does_not_depend_on_the_number_of_processes(count):
+    """Each process has every count-th image, and stops to keep all at another moment."""
+    logits, labels = draw(50, 5)
+    whole, *others = (LogitSample(100) for _ in range(count))
+    for place, sample in enumerate((whole, *others)):
+        rows = torch.arange(place, 50, count)
+        for part in rows.split(4):
+            sample.add(logits[part], labels[part], part)
+    for other in others:
+        whole.absorb(other)
+    kept, kept_labels = whole.tensors()
+    assert whole.every == 4
+    assert torch.equal(kept, logits[::4])
+    assert torch.equal(kept_labels, labels[::4])
 
 
 CONFIDENCE = np.array([0.9, 0.6, 0.8, 0.6, 0.95, 0.3])

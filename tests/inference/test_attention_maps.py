@@ -78,7 +78,8 @@ def average(layer, weights, qkv, grid):
         mixed = rearrange(weights[:, 0] @ value, "b g e (h w) -> b h w (g e)", h=layer.grid[0])
         return layer.module.proj(mixed)
     V = weights.shape[1]
-    value = rearrange(qkv, "(b v) n (three h d) -> three b v h n d", three=3, v=V, h=h)[2]
+    tokens = qkv if layer.kind in ("full", "causal") else partition(qkv, layer.module.window)
+    value = rearrange(tokens, "(b v) n (three h d) -> three b v h n d", three=3, v=V, h=h)[2]
     mixed = layer.module.proj(rearrange(weights @ value, "b v h n d -> (b v) n (h d)"))
     if layer.kind in ("full", "causal"):
         return mixed

@@ -25,17 +25,34 @@ def source(tmp_path):
 
 
 def test_images_of_one_name_are_all_kept(source, tmp_path):
-    paths = [write(source / folder / "cat.png", b"same") for folder in "abc"]
-    paths += [write(source / "d" / "CAT.png", b"other"), write(source / "e" / "cat-2.png", b"third")]
-    folders = ClassFolders(tmp_path / "out", ("cat", "dog"), paths, [source])
+    contents = {"a": b"first", "b": b"other", "c": b"first", "d": b"same5"}
+    paths = [write(source / folder / "cat.png", content) for folder, content in contents.items()]
+    paths += [write(source / "e" / "cat-2.png", b"third")]
+    folders = ClassFolders(tmp_path / "out", ("cat", "dog"), [source])
     labels = ("cat", "cat", "dog", "cat", "cat")
     rows = [Prediction(path, (label,), (0.9,)) for path, label in zip(paths, labels, strict=True)]
     assert folders.copy(rows) == 5
-    expected = {"cat/cat.png": b"same", "cat/cat-2.png": b"same", "dog/cat-3.png": b"same"}
-    expected |= {"cat/CAT-4.png": b"other", "cat/cat-2-2.png": b"third"}
+    expected = {"cat/cat.png": b"first", "cat/cat-2.png": b"other", "dog/cat.png": b"first"}
+    expected |= {"cat/cat-3.png": b"same5", "cat/cat-2-2.png": b"third"}
     assert copied(tmp_path / "out") == expected
-    assert ClassFolders(tmp_path / "out", ("cat", "dog"), paths, [source]).copy(rows) == 5
-    assert copied(tmp_path / "out") == expected  # a second time adds nothing
+
+
+def test_a_copy_that_is_there_is_not_made_again(source, tmp_path):
+    """Not in another call with the same images, nor with some of them, whose numbers would be others."""
+    paths = [write(source / str(folder) / "cat.png", f"{folder:03d}".encode()) for folder in range(5)]
+    paths += [write(source / "6" / "cat.png", b"001"), write(source / "7" / "cat.jpg.png", b"007")]
+    rows = [Prediction(path, ("cat",), (0.9,)) for path in paths]
+    root = tmp_path / "out"
+    assert ClassFolders(root, ("cat",), [source]).copy(rows) == 7
+    first = copied(root)
+    assert first == {
+        "cat/cat.png": b"000",
+        **{f"cat/cat-{number}.png": f"{number - 1:03d}".encode() for number in range(2, 6)},
+        "cat/cat.jpg.png": b"007",
+    }
+    for some in (rows, rows[::-1], rows[3:], rows[2:3]):
+        assert ClassFolders(root, ("cat",), [source]).copy(some) == len(some)
+        assert copied(root) == first
 
 
 def test_nothing_is_overwritten(source, tmp_path):
@@ -43,7 +60,7 @@ def test_nothing_is_overwritten(source, tmp_path):
     link = tmp_path / "out" / "cat" / "b.png"
     link.symlink_to(tmp_path / "target")
     paths = [write(source / "a.png", b"1"), write(source / "b.png", b"2")]
-    ClassFolders(tmp_path / "out", ("cat",), paths, [source]).copy([Prediction(p, ("cat",), (1.0,)) for p in paths])
+    ClassFolders(tmp_path / "out", ("cat",), [source]).copy([Prediction(p, ("cat",), (1.0,)) for p in paths])
     assert Path(own).read_bytes() == b"somebody's own"
     assert link.is_symlink()
     assert not (tmp_path / "target").exists()
@@ -67,7 +84,7 @@ def test_hostile_classes_stay_in_the_folder_and_apart(source, tmp_path):
         "bird's nest",
     )
     path = write(source / "a.png", b"1")
-    folders = ClassFolders(tmp_path / "out", classes, [path], [source])
+    folders = ClassFolders(tmp_path / "out", classes, [source])
     for name in classes:
         folders.copy([Prediction(path, (name,), (1.0,))])
     names = os.listdir(tmp_path / "out")
@@ -79,8 +96,8 @@ def test_hostile_classes_stay_in_the_folder_and_apart(source, tmp_path):
 
 def test_rows_without_a_label_are_not_copied(source, tmp_path):
     path = write(source / "a.png", b"1")
-    folders = ClassFolders(tmp_path / "out", ("cat",), [path], [source])
-    assert folders.copy([Prediction(path, error="empty"), Prediction(path, (), (0.4,))]) == 0
+    folders = ClassFolders(tmp_path / "out", ("cat",), [source])
+    assert folders.copy([Prediction(path, error="empty"), Prediction(path, (None, "dog"), (0.4, 0.3))]) == 0
     assert not (tmp_path / "out").exists()
 
 
@@ -88,21 +105,21 @@ def test_class_folders_are_no_links_and_no_files(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "cat").symlink_to(tmp_path)
     with pytest.raises(InputError, match="cat is a link: put a folder in its place"):
-        ClassFolders(tmp_path / "out", ("cat",), [], [source])
+        ClassFolders(tmp_path / "out", ("cat",), [source])
     write(tmp_path / "out" / "dog", b"")
     with pytest.raises(InputError, match="dog is a file: remove it, or give another folder"):
-        ClassFolders(tmp_path / "out", ("dog",), [], [source])
+        ClassFolders(tmp_path / "out", ("dog",), [source])
 
 
 @pytest.mark.parametrize(("root", "searched"), [("s/out", "s"), ("s", "s/deep"), ("s", "s")])
 def test_copies_do_not_lie_among_the_images(tmp_path, root, searched):
     (tmp_path / "s" / "deep").mkdir(parents=True)
     with pytest.raises(InputError, match="lie in one another: give a folder elsewhere for the copies"):
-        ClassFolders(tmp_path / root, ("cat",), [], [tmp_path / searched])
+        ClassFolders(tmp_path / root, ("cat",), [tmp_path / searched])
 
 
 def test_an_image_that_has_gone_ends_in_one_line(source, tmp_path):
-    folders = ClassFolders(tmp_path / "out", ("cat",), [str(source / "gone.png")], [source])
+    folders = ClassFolders(tmp_path / "out", ("cat",), [source])
     with pytest.raises(RunError, match=r"cannot copy .*gone\.png into .*cat: No such file"):
         folders.copy([Prediction(str(source / "gone.png"), ("cat",), (1.0,))])
     assert copied(tmp_path / "out") == {}

@@ -3,12 +3,14 @@
 import json
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
 from vitlab.__main__ import main
+from vitlab.data.splits import FileSplit
 from vitlab.errors import InputError
 from vitlab.inference.check import check_data
 
@@ -132,7 +134,51 @@ def test_check_takes_arrays(capsys):
     report = check_data("digits", workers=0)
     assert report.facts == {"sizes, height x width": {"8x8": 1797}}
     assert {name: sum(counts.values()) for name, counts in report.counts.items()} == {"train": 1438, "test": 359}
-    assert report.notes == ("1,797 images under 32 pixels a side were compared byte by byte alone",)
+    assert report.notes == ("1,797 images are under 32 pixels a side and compared byte by byte alone",)
+
+
+def test_check_lists_splits_in_the_order_of_a_run(clean):
+    shutil.copytree(clean / "val", clean / "test")
+    assert list(check_data(clean, workers=0).counts) == ["train", "val", "test"]
+
+
+def test_check_speaks_of_one_image_in_the_singular(clean):
+    picture(9007, (18, 20)).save(clean / "train/cat/small.png")
+    assert check_data(clean, workers=0).notes == ("1 image is under 32 pixels a side and compared byte by byte alone",)
+
+
+def test_check_reports_a_file_that_vanishes_while_it_is_read(clean, monkeypatch):
+    read = FileSplit.read
+
+    def read_once(self, index):
+        image = read(self, index)
+        Path(self.paths[index]).unlink()
+        return image
+
+    monkeypatch.setattr(FileSplit, "read", read_once)
+    report = check_data(clean, workers=0)
+    assert len(report.find("unreadable")) == 28
+    assert {case.note for case in report.find("unreadable")} == {"cannot be opened: No such file or directory"}
+
+
+def test_check_prints_notes_beside_the_verdict(clean, capsys):
+    picture(9007, (18, 20)).save(clean / "train/cat/small.png")
+    assert main(["check", str(clean), "--workers", "0"]) == 0
+    note = "note: 1 image is under 32 pixels a side and compared byte by byte alone"
+    assert capsys.readouterr().out.splitlines()[-2:] == [note, f"{clean}: no problem found"]
+
+
+def test_check_page_shows_small_pictures_large_and_says_what_cannot_be_shown(clean, tmp_path):
+    shutil.copy(clean / "train/cat/0.png", clean / "val/cat/leak.png")
+    picture(9008, (300, 200)).save(clean / "train/dog/large.png")
+    shutil.copy(clean / "train/dog/large.png", clean / "val/dog/large.png")
+    (clean / "val/dog/1.png").write_bytes(b"no image")
+    assert main(["check", str(clean), "--workers", "0", "--report", str(tmp_path / "page")]) == 3
+    page = (tmp_path / "page/index.html").read_text(encoding="utf-8")
+    assert page.count(' class="enlarged">') == 2
+    assert page.count("<img ") == 4
+    assert page.count('<div class="missing">cannot be shown</div>') == 1
+    assert 'val/<wbr>cat/<wbr>leak<span class="suffix">.png</span></span></figcaption>' in page
 
 
 def test_check_command_writes_findings_and_ends_with_3(clean, tmp_path, capsys):
@@ -156,6 +202,21 @@ def test_check_command_refuses_a_report_inside_the_data(clean, capsys):
     assert main(["check", str(clean), "--report", str(clean / "train" / "page")]) == 2
     assert "lies in the data set" in capsys.readouterr().err
     assert not (clean / "train" / "page").exists()
+
+
+def test_check_command_writes_no_file_into_the_data(clean, capsys):
+    (clean / "train/cat/notes.json").write_text("mine")
+    for name in ("train/cat/notes.json", "new/found.json"):
+        assert main(["check", str(clean), "--json", str(clean / name)]) == 2
+        assert "lies in the data set" in capsys.readouterr().err
+    assert (clean / "train/cat/notes.json").read_text() == "mine"
+    assert not (clean / "new").exists()
+
+
+def test_check_command_refuses_empty_paths(clean, capsys):
+    assert main(["check", ""]) == 2
+    assert main(["check", str(clean), "--report", ""]) == 2
+    assert capsys.readouterr().err == "vitlab: data is empty: give a path\nvitlab: --report is empty: give a path\n"
 
 
 def test_check_command_is_safe_with_hostile_names(clean, tmp_path, capsys):

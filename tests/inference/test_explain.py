@@ -67,6 +67,17 @@ def test_explain_writes_pictures_and_the_values_of_the_library(model_file, photo
     assert network["position_similarity"].shape == (15, 15)
 
 
+def test_explain_leaves_a_used_folder_as_it_is(model_file, photos, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".DS_Store").touch()
+    assert run("explain", model_file, photos / "a", "--out", out, "--workers", 0) == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert run("explain", model_file, photos / "b" / "cat.png", "--out", out, "--workers", 0) == 2
+    assert f"--out {out} holds files, which would lie among the new ones" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
 def test_explain_asks_for_a_class_and_layers(model_file, photos, tmp_path):
     out = tmp_path / "out"
     arguments = ["--class", "owl", "--layers", "all", "--workers", 0]
@@ -143,7 +154,10 @@ def test_explain_shows_what_each_family_has(name, size, objective, expected, pho
         (["PHOTOS", "--out", "OUT", "--class", "oul"], "unknown class oul: did you mean owl?"),
         (["PHOTOS", "--out", "OUT", "--layers", "3"], "--layers holds 3, and vit_tiny has 2 blocks"),
         (["PHOTOS", "--out", "OUT", "--layers", "x"], "--layers is x: give numbers from 1 on"),
-        (["PHOTOS", "--out", "PHOTOS"], "lies in --out"),
+        (
+            ["PHOTOS", "--out", "PHOTOS"],
+            "photos holds files, which would lie among the new ones: give a new or an empty folder",
+        ),
         (["PHOTOS/b/bad.png", "--out", "OUT"], "bad.png: not an image"),
         (["PHOTOS", "--out", "PHOTOS/a/cat.png"], "a folder of several files is written"),
         (["PHOTOS", "--out", "PHOTOS/a/cat.png/maps"], "cannot be made"),

@@ -14,7 +14,7 @@ from vitlab.data.preprocess import Preprocess
 from vitlab.data.splits import ArraySplit
 from vitlab.engine.evaluator import Scores
 from vitlab.engine.objectives import Step
-from vitlab.inference.report import headlines, most_confused, worst_mistakes, write_report
+from vitlab.inference.report import conformal_sets, headlines, most_confused, worst_mistakes, write_report
 from vitlab.inference.scoring import Scored
 from vitlab.models.catalog import create_model
 from vitlab.models.files import load_model, save_model
@@ -92,6 +92,18 @@ def test_report_of_two_classes_and_few_images_says_what_it_can(model_of, tmp_pat
     assert 'id="sets"' in page
 
 
+def test_report_gives_each_class_its_interval_in_one_column(model_of, tmp_path):
+    page, scores = report_of(model_of(("a", "b", "c")), 60, tmp_path / "report")
+    table = page[page.index('id="per-class"') :]
+    heads, *rows = re.findall(r"<tr>(.*?)</tr>", table[: table.index("</table>")])
+    names = re.findall(r"<button type=.button.>(.*?)</button>", heads)
+    assert names == ["class", "images", "precision", "recall", "recall, 95 % interval", "F1"]
+    for row, known in zip(rows, scores.per_class(), strict=True):
+        low, high = known["recall_interval"]
+        assert len(re.findall("<td", row)) == len(names)
+        assert f'data-value="{low}">{low:.1%} to {high:.1%}'.replace("%", "&nbsp;%") in row
+
+
 def test_headlines_are_the_scores_with_their_intervals_and_calibrated_values():
     logits = torch.tensor([[2.0, 0, 0], [0, 1.0, 0], [3.0, 0, 0], [0, 0, 1.0]])
     result = scores_of(logits, torch.tensor([0, 1, 2, 2]), ("a", "b", "c"), 2.0).to_dict()
@@ -101,6 +113,28 @@ def test_headlines_are_the_scores_with_their_intervals_and_calibrated_values():
     assert rows["top-1"] == ["75.0%", f"{low:.1%} to {high:.1%}", ""]
     assert rows["loss, nats"][2] == f"{result['calibrated']['loss']:.4f}"
     assert rows["calibration error"][0] == f"{result['ece']:.1%}"
+
+
+def test_conformal_sets_are_those_of_one_process_whatever_their_number():
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(41, 4, generator=generator), torch.arange(41) % 4
+
+    def processes(count):
+        parts = []
+        for place in range(count):
+            rows = torch.arange(place, 41, count)
+            part = Scores(classes=tuple("abcd"))
+            part.add(Batch(torch.empty(len(rows), 0), labels[rows], rows), Step(torch.zeros(()), logits[rows], {}))
+            parts.append(part)
+        for other in parts[1:]:
+            parts[0].absorb(other)
+        return conformal_sets(parts[0], 0.8)
+
+    one = processes(1)
+    for sets in map(processes, (2, 3)):
+        assert sets.threshold == one.threshold
+        assert np.array_equal(sets.sizes, one.sizes)
+        assert np.array_equal(sets.holds, one.holds)
 
 
 def test_most_confused_pairs_come_by_count_with_their_share_of_the_true_class():

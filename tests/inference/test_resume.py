@@ -137,6 +137,7 @@ def test_a_first_call_that_does_nothing_leaves_nothing(predict, tmp_path):
 def test_resume_leaves_a_finished_file_of_the_same_images_as_it_is(predict, images, tmp_path):
     predict("rows.csv", resume=True)
     out = tmp_path / "out" / "rows.csv"
+    assert os.listdir(parts_of(out)) == ["record.json"]
     before = out.stat().st_mtime_ns, out.read_bytes()
     result, seen = predict("rows.csv", resume=True)
     assert (result.resumed, result.count, result.unreadable, seen) == (COUNT, COUNT - 1, 1, 0)
@@ -229,6 +230,14 @@ def test_without_resume_all_begins_anew(predict, tmp_path):
         predict("rows.csv", stop_at=4)
     assert predict("rows.csv")[0].resumed == 0
     assert os.listdir(tmp_path / "out") == ["rows.csv"]
+
+
+def test_an_output_that_cannot_be_made_ends_before_the_work(predict, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    vectors = tmp_path / "file" / "vectors.npy"
+    with pytest.raises(RunError, match=r"cannot write .*vectors\.npy: (Not a directory|File exists)"):
+        predict("rows.csv", stop_at=1, failure=AssertionError, embeddings=vectors)
+    assert not parts_of(tmp_path / "out" / "rows.csv").exists()
 
 
 def test_two_processes_do_not_write_one_file(predict, tmp_path):

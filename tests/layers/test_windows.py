@@ -2,9 +2,18 @@ import itertools
 
 import pytest
 import torch
+from einops import rearrange
 from timm.models.swin_transformer import SwinTransformerBlock, get_relative_position_index
 
-from vitlab.layers.windows import pad_to_multiple, partition, relative_index, reverse, shift_mask
+from vitlab.layers.windows import (
+    join_heads,
+    pad_to_multiple,
+    partition,
+    partition_heads,
+    relative_index,
+    reverse,
+    shift_mask,
+)
 
 
 def test_partition_cuts_row_by_row_within_and_between_windows():
@@ -21,6 +30,16 @@ def test_partition_cuts_row_by_row_within_and_between_windows():
 def test_reverse_undoes_partition(window):
     grid = torch.randn(3, 6, 12, 5)
     assert torch.equal(reverse(partition(grid, window), window, (6, 12)), grid)
+
+
+@pytest.mark.parametrize("window", [(2, 3), (6, 4), (1, 1)])
+def test_partition_heads_cuts_what_partition_cuts_and_join_heads_undoes_it(window):
+    qkv = torch.randn(2, 6, 12, 3 * 8)
+    heads = partition_heads(qkv, window, 2)
+    expected = rearrange(partition(qkv, window), "v n (three h d) -> three v h n d", three=3, h=2)
+    assert torch.equal(heads, expected)
+    for part, joined in zip(heads, qkv.chunk(3, dim=-1), strict=True):
+        assert torch.equal(join_heads(part, window, (6, 12)), joined)
 
 
 def test_partition_of_one_window_copies_nothing():

@@ -228,7 +228,10 @@ def test_load_model_refuses_a_newer_format(save):
 def test_load_model_refuses_weights_from_elsewhere(tmp_path):
     path = tmp_path / "foreign.safetensors"
     safetensors.torch.save_file({"head.weight": torch.zeros(2)}, path)
-    with pytest.raises(InputError, match=r"foreign\.safetensors is not a model file of vitlab: .*model\.weights"):
+    with pytest.raises(
+        InputError,
+        match=r"foreign\.safetensors is not a model file of vitlab, .*: vitlab train --model\.weights .*foreign\.safet",
+    ):
         load_model(path)
 
 

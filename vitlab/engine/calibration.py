@@ -237,35 +237,41 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 class LogitSample:
-    """The logits of all images of an evaluation, or of every m-th, for fitting a temperature.
+    """The logits of all images of an evaluation, or of every m-th in the split's order, for fitting a temperature.
+
+    Which are kept is a matter of their places in the split alone, not of batches or processes.
 
     Args:
         max_values: numbers of float32 to keep; beyond it every second image goes and m doubles. The images lie in the
-            split's order, by class, so that each class keeps its share.
+            split by class, so that each class keeps its share.
     """
 
     def __init__(self, max_values: int = 2**26) -> None:
-        self.max_values, self.every, self.seen = max_values, 1, 0
-        self._logits: list[Tensor] = []
-        self._labels: list[Tensor] = []
+        self.max_values, self.every = max_values, 1
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Keep what is due of a batch, logits (B, K) and labels (B,) on the CPU."""
-        first = -self.seen % self.every
-        self.seen += len(labels)
-        self._logits.append(logits[first :: self.every].to(torch.float32, copy=True))
-        self._labels.append(labels[first :: self.every])
-        while sum(map(Tensor.numel, self._logits)) > self.max_values:
-            kept_logits, kept_labels = self.tensors()
-            self._logits, self._labels = [kept_logits[::2].clone()], [kept_labels[::2].clone()]
-            self.every *= 2
+    def add(self, logits: Tensor, labels: Tensor, indices: Tensor) -> None:
+        """Keep what is due of a batch: logits (B, K), labels (B,) and places in the split (B,), on the CPU."""
+        self._parts.append(self._due(logits.to(torch.float32), labels, indices))
+        self._thin_out()
 
     def absorb(self, other: "LogitSample") -> None:
-        """Keep those of another process, too; each has kept the same share of its own."""
-        self.seen += other.seen
-        self._logits += other._logits
-        self._labels += other._labels
+        """Keep those of another process, too."""
+        self.every = max(self.every, other.every)
+        self._parts = [self._due(*part) for part in self._parts + other._parts]
+        self._thin_out()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Give the logits (N, K) and labels (N,) that are kept."""
-        return torch.cat(self._logits), torch.cat(self._labels)
+        """Give the logits (N, K) and labels (N,) that are kept, in the split's order."""
+        logits, labels, indices = (torch.cat(tensors) for tensors in zip(*self._parts, strict=True))
+        order = indices.argsort()
+        return logits[order], labels[order]
+
+    def _due(self, logits: Tensor, labels: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = indices % self.every == 0
+        return logits[rows], labels[rows], indices[rows]  # copies, which hold no more than these rows
+
+    def _thin_out(self) -> None:
+        while sum(logits.numel() for logits, _, _ in self._parts) > self.max_values:
+            self.every *= 2
+            self._parts = [self._due(*part) for part in self._parts]

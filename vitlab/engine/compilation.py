@@ -11,6 +11,9 @@ import torch
 from vitlab.errors import InputError
 from vitlab.models.network import Network
 
+# A Swin has eight kinds of blocks, each for training, for evaluation and for a last batch that is smaller.
+_MOST_SIZES = 64
+
 
 def compile_blocks(
     network: Network,
@@ -30,8 +33,10 @@ def compile_blocks(
         kind: Any = type(module)
         if kind.__name__ == "DropPath":  # ours, and timm's
             module.__class__ = _outside_graphs(kind)
+    # Blocks of a pyramid differ in size from stage to stage. Code for any size is slow, and torch fails to make some.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SIZES)
     for block in network.repeated_blocks():
-        block.compile(backend=backend)
+        block.compile(backend=backend, dynamic=False)
 
 
 @functools.cache

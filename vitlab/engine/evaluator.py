@@ -83,7 +83,7 @@ class Scores:
         self._raw.append(images)
         if self.temperature != 1.0:
             self._calibrated.append(score_images(logits / self.temperature, labels, indices, k=k))
-        self.logits.add(logits, labels)
+        self.logits.add(logits, labels, indices)
         K = len(self.classes)
         finite = images.predicted >= 0
         pairs = torch.from_numpy((images.label * K + images.predicted)[finite])

@@ -208,9 +208,8 @@ def open_run(config: RunConfig, data: dict[str, Any], *, stem: str, say: Callabl
     state, record = _newest_whole(states, say)
     _check_same_run(record["run"]["config"], config, state, say)
     if not may_be_same(record["run"]["data"], data):
-        before, now = (_counts(fingerprint["counts"]) for fingerprint in (record["run"]["data"], data))
         raise InputError(
-            f"the images of {config.data.root} are not those of {state} (it had {before}, here are {now}): "
+            f"the images of {config.data.root} are not those of {state} ({_difference(record['run']['data'], data)}): "
             "restore them, or give another train.run_dir"
         )
     return Start(folder, state, in_place, Preprocess.from_dict(record["run"]["preprocess"]))
@@ -270,8 +269,13 @@ def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say:
         )
 
 
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Say in what two fingerprints differ."""
+    had, has = (", ".join(f"{name} {count}" for name, count in one["counts"].items()) for one in (before, now))
+    if had != has:
+        return f"it had {had}, here are {has}"
+    what = "contents" if all(before[key] == now[key] for key in ("classes", "sha256")) else "names, sizes or classes"
+    return f"as many, {has}, but their {what} differ"
 
 
 def _file_name(stem: str) -> str:

@@ -130,7 +130,8 @@ def weights_of(layer: AttentionLayer, qkv: Tensor) -> Tensor:
         identity = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device).expand(*query.shape[:2], -1, -1)
         return channel_attention(query, key, identity).mT[:, None]
     num_windows = len(windows_of(layer, _blank(layer, qkv)))
-    query, key, _ = rearrange(qkv, "(b v) n (three h d) -> three b v h n d", three=3, v=num_windows, h=heads)
+    windows = partition(qkv, layer.module.window) if layer.kind in ("window", "shifted") else qkv
+    query, key, _ = rearrange(windows, "(b v) n (three h d) -> three b v h n d", three=3, v=num_windows, h=heads)
     bias = layer.module.score_bias() if isinstance(layer.module, WindowAttention) else None
     return attention_weights(query, key, bias=bias, causal=layer.kind == "causal")
 

@@ -6,7 +6,7 @@ Every image is decoded whole, once. Nothing of the data set is changed.
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vitlab.data.datasets import Dataset, Split, load_parts
 from vitlab.data.images import ImageError
 from vitlab.data.loader import default_workers
+from vitlab.data.splits import SPLIT_NAMES
 from vitlab.inference.check_classes import class_findings, count_classes
 from vitlab.inference.check_report import Case, CheckReport, Finding, Picture
 from vitlab.inference.duplicates import CROP_LIMIT, SIDE, Groups, Match, find_matches
@@ -24,6 +25,8 @@ from vitlab.inference.scan import Scan, scan
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from vitlab.inference.check_model import Judge
 
 _FLAT = 8  # largest difference within a channel of a picture of one colour; JPEG moves a constant by a few
 _TINY_SIDE, _TINY_SHARE = 32, 0.25  # a short side below both, pixels and share of the usual one
@@ -82,8 +85,7 @@ def check_data(
 
     Args:
         data: what `load_dataset` takes, or what it gave.
-        checkpoint: model file or run folder; with it likely label errors and outliers are looked for, which needs
-            `data` as a path.
+        checkpoint: model file or run folder; with it likely label errors and outliers are looked for.
         workers: processes that decode, each with one thread; None takes one a core, at most 9.
         device: where the model computes.
         progress: a bar to add tasks to.
@@ -95,18 +97,21 @@ def check_data(
         InputError: there is no such data set, or the model file does not fit it.
         RunError: a process died.
     """
-    dataset = data if isinstance(data, Dataset) else load_parts(data)
+    dataset = _in_order(data if isinstance(data, Dataset) else load_parts(data))
     name = "data set" if isinstance(data, Dataset) else os.fspath(data)
+    judge: Judge | None = None
+    if checkpoint is not None:  # before the images are read: it may not fit
+        from vitlab.inference.check_model import open_judge
+
+        judge = open_judge(checkpoint, dataset, name, device=device)
     workers = default_workers() + 1 if workers is None else workers
     images = look_at(dataset, workers=workers, progress=progress)
     findings = [Finding("unreadable", "images that cannot be read", images.unreadable), *suspicious_files(images)]
     findings += duplicate_findings(images, threads=workers, progress=progress)
     findings += class_findings(dataset)
     notes = [*dataset.notes, *_limits(images)]
-    if checkpoint is not None:
-        from vitlab.inference.check_model import model_findings
-
-        more, lines = model_findings(checkpoint, name, workers=workers, device=device, progress=progress)
+    if judge is not None:
+        more, lines = judge.findings(workers=workers, progress=progress)
         findings += more
         notes += lines
     findings = sorted((one for one in findings if one.cases), key=lambda finding: not finding.is_problem)
@@ -118,6 +123,13 @@ def check_data(
         notes=tuple(notes),
         read=partial(read_pictures, dataset),
     )
+
+
+def _in_order(dataset: Dataset) -> Dataset:
+    """Put the splits in the order of a run, whatever order their folders have."""
+    order = list(dict.fromkeys(SPLIT_NAMES.values()))
+    names = sorted(dataset.splits, key=lambda name: order.index(name) if name in order else len(order))
+    return replace(dataset, splits={name: dataset.splits[name] for name in names})
 
 
 def read_pictures(dataset: Dataset, paths: Collection[str]) -> Iterator[tuple[str, NDArray[np.uint8]]]:
@@ -261,7 +273,8 @@ def _limits(images: Images) -> list[str]:
     facts, notes = images.facts, []
     small = int((np.minimum(facts["height"], facts["width"]) < SIDE).sum())
     if small:
-        notes.append(f"{small:,} images under {SIDE} pixels a side were compared byte by byte alone")
+        images_are = "1 image is" if small == 1 else f"{small:,} images are"
+        notes.append(f"{images_are} under {SIDE} pixels a side and compared byte by byte alone")
     if len(facts) > CROP_LIMIT:
         notes.append(f"crops were not looked for: {len(facts):,} images are more than {CROP_LIMIT:,}")
     return notes

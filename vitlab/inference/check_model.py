@@ -10,6 +10,7 @@ Source: Northcutt, Jiang, Chuang, Confident Learning, JAIR 2021, arXiv:1911.0006
 
 import os
 from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.config import DataConfig
-from vitlab.data.datasets import Split, load_dataset
+from vitlab.data.datasets import Dataset, Split
+from vitlab.data.images import ImageError
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform
-from vitlab.data.splits import match_classes
+from vitlab.data.splits import match_classes, split_validation
+from vitlab.engine.statistics import wilson_interval
+from vitlab.errors import InputError
 from vitlab.inference.check_report import Case, Finding, Picture
 from vitlab.inference.features import count_layers, read_features
 from vitlab.inference.predictor import Predictor
 from vitlab.inference.scoring import TRAINED_ON, known_past
-from vitlab.models.files import load_model
+from vitlab.models.files import ModelFile, load_model
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -36,45 +40,124 @@ _NEIGHBORS = 10
 _FAR = 6.0  # robust standard deviations beyond the median distance
 
 
-def model_findings(
-    checkpoint: str | Path, data: str, *, workers: int, device: str, progress: "Progress | None"
-) -> tuple[list[Finding], list[str]]:
-    """Look for label errors and outliers with a model.
+@dataclass(frozen=True)
+class Judge:
+    """A model beside the images that it is to judge."""
 
-    Only images that the model was not trained on are scored where its file tells which they are.
+    predictor: Predictor
+    splits: list[Split]
+    """All that hold images, labels in the model's class order."""
+    judged: list[Split]
+    """Those whose labels are judged, each named as the split that it is, or is a part of."""
+    untold: frozenset[str]
+    """Names of those that the model may have been trained on."""
+    notes: tuple[str, ...]
+    """Which labels are judged, where the model's file tells it."""
 
-    Returns:
-        The findings, and lines that say what was scored.
+    def findings(self, *, workers: int, progress: "Progress | None") -> tuple[list[Finding], list[str]]:
+        """Look for label errors and outliers.
+
+        Returns:
+            The findings, and lines for the labels that are not judged, or of images that the model may have seen.
+        """
+        classes, doubts, lines, untold = self.predictor.classes, [], list(self.notes), []
+        for split in self.judged:
+            rows, probabilities = _probabilities(self.predictor, split, workers, progress)
+            weakness = too_weak(probabilities, split.labels[rows])
+            if weakness is None:
+                doubts += label_errors(split, rows, probabilities, classes)
+                untold += [split.name] if len(rows) and split.name in self.untold else []
+            else:
+                lines.append(f"labels of {split.name} are not judged: {weakness}")
+        if untold:
+            lines.append(
+                f"labels of {', '.join(untold)}: which of these images the model was trained on cannot be told; those "
+                "are judged in sample, where wrong labels stay unseen: there may be more than are listed"
+            )
+        doubts.sort(key=lambda doubt: -doubt[0])
+        outliers = _outliers(self.predictor, self.splits, workers, progress)
+        return [
+            Finding("label_error", "labels that are likely wrong", tuple(case for _, case in doubts)),
+            Finding("outlier", "images unlike all others", outliers, is_problem=False),
+        ], lines
+
+
+def open_judge(checkpoint: str | Path, dataset: Dataset, data: str, *, device: str) -> Judge:
+    """Put a model before a data set; no image is opened.
+
+    Labels of images that the model was trained on are not judged where its file tells which they are.
+
+    Args:
+        checkpoint: model file or run folder.
+        dataset: as it lies, no validation cut.
+        data: what it is called in messages.
+        device: where the model computes.
 
     Raises:
         InputError: the file is no model of classes, or the data set has classes that it does not know.
     """
     predictor = Predictor(checkpoint, device=device, batch_size=_BATCH)
     model = load_model(checkpoint)
-    dataset = load_dataset(
-        data,
-        val_fraction=model.data.get("val_fraction", DataConfig.val_fraction),
-        seed=model.data.get("seed", DataConfig.val_seed),
-        allow_empty_classes=True,
-    )
-    splits, lines, doubts = [], [], []
+    splits, judged, notes, untold = [], [], [], []
     for name, own in dataset.splits.items():
         split, _ = match_classes(own, dataset.classes, predictor.classes, f"{name} of {data}")
-        is_own, note = known_past(model, split)
-        splits.append(split)
-        if note == TRAINED_ON:
-            lines.append(f"labels of {name} not doubted: {note}")
+        if not len(split):
             continue
-        if note is not None or not is_own:
-            lines.append(f"labels of {name}: {note or 'the model may have seen these images, which hides errors'}")
-        doubts += label_errors(split, *_probabilities(predictor, split, workers, progress), predictor.classes)
-    doubts.sort(key=lambda doubt: -doubt[0])
-    return [
-        Finding("label_error", "labels that are likely wrong", tuple(case for _, case in doubts)),
-        Finding(
-            "outlier", "images unlike all others", _outliers(predictor, splits, workers, progress), is_problem=False
-        ),
-    ], lines
+        splits.append(split)
+        is_own, note = known_past(model, split)
+        kept = None if "val" in dataset.splits else _kept_for_validation(model, split)
+        if note == TRAINED_ON:
+            notes.append(f"labels of {name} are not judged: {TRAINED_ON}")
+        elif kept is not None:
+            judged.append(kept)
+            notes.append(
+                f"labels of {name}: judged are the {len(kept):,} images that the model's run kept for validation; "
+                f"it was trained on the other {len(split) - len(kept):,}"
+            )
+        else:
+            judged.append(split)
+            untold += [] if is_own else [name]
+    return Judge(predictor, splits, judged, frozenset(untold), tuple(notes))
+
+
+def _kept_for_validation(model: ModelFile, split: Split) -> Split | None:
+    """Give the images that the model's run cut from a split for validation; None where it did not cut this one."""
+    if split.name not in ("train", "all"):
+        return None
+    fraction, seed = (
+        model.data.get("val_fraction", DataConfig.val_fraction),
+        model.data.get("seed", DataConfig.val_seed),
+    )
+    try:
+        parts, _ = split_validation(split, model.classes, fraction=fraction, seed=seed)
+    except InputError:  # no class has two images
+        return None
+    return replace(parts["val"], name=split.name) if known_past(model, parts["train"])[1] == TRAINED_ON else None
+
+
+def too_weak(probabilities: NDArray[np.float32], labels: NDArray[np.int64]) -> str | None:
+    """Say why a network cannot judge labels; None where it can.
+
+    It must agree with them clearly more often than its answers, dealt out by chance, would; by that a network that
+    always gives the largest class is as weak as one that guesses. And it must not contradict most of them: then its
+    errors outnumber theirs.
+
+    Args:
+        probabilities: (N, K).
+        labels: (N,).
+    """
+    N, K = probabilities.shape
+    if not N:
+        return None
+    answers = probabilities.argmax(axis=1)
+    right = int((answers == labels).sum())
+    chance = float(np.bincount(answers, minlength=K) @ np.bincount(labels, minlength=K)) / N**2
+    if wilson_interval(right, N)[0] <= chance:
+        return f"the network gives {right:,} of {N:,} and chance would give {chance * N:,.0f}, so that it is too weak"
+    doubts = int((doubtful(probabilities, labels) >= 0).sum())
+    if doubts > N / 2:
+        return f"the network contradicts {doubts:,} of {N:,}, so that it is too weak"
+    return None
 
 
 def label_errors(
@@ -163,8 +246,13 @@ def _outliers(predictor: Predictor, splits: list[Split], workers: int, progress:
     for split in splits:
         task = None if progress is None else progress.add_task(f"features of {split.name}", total=len(split))
         advance = None if progress is None or task is None else partial(progress.advance, task)
-        with closing(_loader(predictor, split, workers)) as loader:
-            read = read_features(predictor.network, predictor.preprocess, loader.epoch(0), [layer], on_batch=advance)
+        try:
+            with closing(_loader(predictor, split, workers)) as loader:
+                read = read_features(
+                    predictor.network, predictor.preprocess, loader.epoch(0), [layer], on_batch=advance
+                )
+        except ImageError:  # not one of them can be read, which is a finding of its own
+            continue
         features.append(read.layers[layer])
         lost = {error.path for error in read.errors}
         pictures += [
@@ -172,6 +260,8 @@ def _outliers(predictor: Predictor, splits: list[Split], workers: int, progress:
             for path, label in zip(split.paths, split.labels.tolist(), strict=True)
             if os.fspath(path) not in lost
         ]
+    if not features:
+        return ()
     deviations = far_out(np.concatenate(features))
     return tuple(
         Case((pictures[row],), f"{deviations[row]:.1f} deviations from its nearest neighbours")

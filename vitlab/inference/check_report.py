@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitlab.errors import InputError
-from vitlab.inference.html import thumbnail_uri, write_page
+from vitlab.inference.html import THUMBNAIL_SIDE, thumbnail_uri, write_page
 from vitlab.text import printable, say
 
 _PRINTED_CASES = 5
@@ -94,9 +94,7 @@ class CheckReport:
         }
 
     def print(self, console: Console) -> None:
-        """Print the counts, the facts and each finding with its first cases."""
-        for note in self.notes:
-            say(console, note)
+        """Print the counts, the facts, each finding with its first cases, and what the verdict rests on."""
         console.print(self._counts_table())
         for name, counts in self.facts.items():
             say(console, f"{name}: {describe_counts(counts)}")
@@ -105,7 +103,9 @@ class CheckReport:
             for case in finding.cases[:_PRINTED_CASES]:
                 say(console, f"  {case.describe()}")
             if len(finding.cases) > _PRINTED_CASES:
-                say(console, f"  and {len(finding.cases) - _PRINTED_CASES} more: --json or --report list all")
+                say(console, f"  and {len(finding.cases) - _PRINTED_CASES:,} more: --json lists all")
+        for note in self.notes:
+            say(console, f"note: {note}")
         found = len(self.problems)
         kinds = f"{found} kind{'' if found == 1 else 's'} of problem" if found else "no problem"
         say(console, f"{self.data}: {kinds} found")
@@ -139,9 +139,15 @@ class CheckReport:
             for case in finding.cases[:cases]
             for picture in case.pictures[:pictures]
         }
+        thumbnails, enlarged = {}, set()
+        for path, image in self.read(shown):
+            thumbnails[path] = thumbnail_uri(image)
+            if max(image.shape[:2]) < THUMBNAIL_SIDE:
+                enlarged.add(path)
         return {
             "report": self,
-            "thumbnails": {path: thumbnail_uri(image) for path, image in self.read(shown)},
+            "thumbnails": thumbnails,
+            "enlarged": enlarged,
             "drawn_cases": cases,
             "drawn_pictures": pictures,
         }
@@ -161,15 +167,24 @@ class CheckReport:
         return table
 
 
+def refuse_inside(name: str, path: Path, data: str) -> None:
+    """Refuse to write into a data set, where a page would be taken for a class, and a file of that name be lost.
+
+    Raises:
+        InputError: the path of the option `name` lies there.
+    """
+    root = Path(data).resolve()
+    if root.is_dir() and path.resolve().is_relative_to(root):
+        raise InputError(f"--{name} {path} lies in the data set {data}, where nothing is changed: give another place")
+
+
 def require_outside(folder: Path, data: str) -> None:
-    """Make the folder of a report, which may not lie in the data set: there it would be taken for a class.
+    """Make the folder of a report, which may not lie in the data set.
 
     Raises:
         InputError: it lies there, or nothing can be written into it.
     """
-    root = Path(data).resolve()
-    if root.is_dir() and folder.resolve().is_relative_to(root):
-        raise InputError(f"--report {folder} lies in the data set {data}, where nothing is changed: give another place")
+    refuse_inside("report", folder, data)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

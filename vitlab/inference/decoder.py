@@ -140,68 +140,73 @@ class Decoder:
 class _DecoderBlock:
     """A block's matrices, converted, and the keys and values of the pixels that it has read.
 
-    The factors of the quick GELU are in the matrices on both sides of it.
+    The factors of the quick GELU are in the matrices on both sides of it, and the queries' in the matrix of these.
     """
 
-    keys: Tensor
-    """`(B, h, d, M)`; M grows with the pixels, and the last of them are not there yet."""
-    values: Tensor
-    """`(B, h, M, d)`."""
+    read: Tensor
+    """Keys and values, `(2, B, h, M, d)`; M grows with the pixels, and the last of them are not there yet."""
 
     def __init__(self, block: Block, precision: DrawPrecision) -> None:
         attn, mlp = block.attn, block.mlp
         self.num_heads = attn.num_heads
-        self.norm1, self.norm2 = _norm(block.norm1), _norm(block.norm2)
-        self.qkv = _linear(attn.qkv, precision)
-        self.proj = _linear(attn.proj, precision)
-        self.fc1 = _linear(mlp.fc1, precision, weight_factor=_QUICK_GELU, bias_factor=_QUICK_GELU)
-        self.fc2 = _linear(mlp.fc2, precision, weight_factor=1 / _QUICK_GELU)
         weight = attn.qkv.weight
+        D = weight.shape[1]
+        self.query_factor = (D // self.num_heads) ** -0.5
+        factors = torch.cat([weight.new_full((D,), self.query_factor), weight.new_ones(2 * D)])
+        self.qkv = _linear(attn.qkv, precision, norm=block.norm1, factor=factors)
+        self.proj = _linear(attn.proj, precision)
+        self.fc1 = _linear(mlp.fc1, precision, norm=block.norm2, factor=weight.new_tensor(_QUICK_GELU))
+        self.fc2 = _linear(mlp.fc2, precision, input_factor=1 / _QUICK_GELU)
         self.dtype = torch.bfloat16 if precision == "bf16" else weight.dtype
-        """Of what the matrices are multiplied with."""
+        """Of what the matrices give."""
         in_bf16 = precision == "int8" and autocast_dtype("auto", weight.device) is not None
         self.cache_dtype = torch.bfloat16 if in_bf16 else self.dtype
 
     def __call__(self, tokens: Tensor, first: int) -> Tensor:
         """Map tokens `(B, n, D)` of pixels first, first + 1, ... to `(B, n, D)`; n is 1 but for the first ones."""
         B, n, D = tokens.shape
-        qkv = self.qkv(self.norm1(tokens).to(self.dtype)).to(self.cache_dtype)
-        query, key, value = qkv.view(B, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (B, h, n, d) each
-        self._store(key, value, first)
-        heads = self._attend(query, first + n) if first else attention(query, key, value, causal=True)
-        tokens = tokens + self.proj(heads.transpose(1, 2).reshape(B, n, D).to(self.dtype))
-        hidden = self.fc1(self.norm2(tokens).to(self.dtype))
-        return tokens + self.fc2(F.silu(hidden, inplace=True))
+        qkv = self.qkv(tokens).to(self.cache_dtype)
+        qkv = qkv.view(B, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, h, n, d)
+        self._store(qkv[1:], first)
+        heads = self._attend(qkv[0], first + n) if first else self._attend_causally(qkv)
+        tokens = tokens + self.proj(heads.view(B, n, D))
+        return tokens + self.fc2(F.silu(self.fc1(tokens), inplace=True))
 
     def select(self, rows: Tensor) -> None:
         """Go on with some of the images, several times or not at all."""
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self._keep(self.read[:, rows])
 
-    def _store(self, key: Tensor, value: Tensor, first: int) -> None:
+    def _keep(self, read: Tensor) -> None:
+        self.read = read
+        self._keys, self._values = read[0].flatten(0, 1).mT, read[1].flatten(0, 1)  # (B h, d, M), (B h, M, d)
+
+    def _store(self, new: Tensor, first: int) -> None:
         """Keep what later pixels need of pixels first, first + 1, ..., and nothing else where these are the first.
 
         Room grows by whole chunks: where all of it is read at once, torch's products in bf16 need not copy it first.
         """
-        B, h, n, d = key.shape
+        _, B, h, n, d = new.shape
         last = first + n
-        if first == 0 or last > self.keys.shape[-1]:
-            size = math.ceil(last / _CHUNK) * _CHUNK
-            keys, values = key.new_zeros(B, h, d, size), value.new_zeros(B, h, size, d)
+        if first == 0 or last > self.read.shape[3]:
+            room = new.new_zeros(2, B, h, math.ceil(last / _CHUNK) * _CHUNK, d)
             if first:
-                keys[..., :first], values[:, :, :first] = self.keys[..., :first], self.values[:, :, :first]
-            self.keys, self.values = keys, values
-        self.keys[..., first:last] = key.mT
-        self.values[:, :, first:last] = value
+                room[:, :, :, :first] = self.read[:, :, :, :first]
+            self._keep(room)
+        self.read.narrow(3, first, n).copy_(new)
 
     def _attend(self, query: Tensor, num_read: int) -> Tensor:
-        """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them.
+        """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them: `(B h, 1, d)`.
 
         torch's fused attention takes twice as long for one row on a CPU, in bf16 four times.
         """
-        B, h, _, d = query.shape
-        scores = torch.bmm((query * d**-0.5).reshape(B * h, 1, d), self.keys.flatten(0, 1))  # (B h, 1, M)
-        scores[..., num_read:] = -torch.inf
-        return torch.bmm(scores.softmax(dim=-1), self.values.flatten(0, 1)).view(B, h, 1, d)
+        scores = torch.bmm(query.flatten(0, 1), self._keys)  # (B h, 1, M)
+        scores.narrow(2, num_read, scores.shape[2] - num_read).fill_(-torch.inf)
+        return torch.bmm(scores.softmax(dim=-1), self._values)
+
+    def _attend_causally(self, qkv: Tensor) -> Tensor:
+        """Give what the first pixels, `(3, B, h, n, d)`, see of one another: `(B, n, h, d)`."""
+        query, key, value = qkv
+        return attention(query / self.query_factor, key, value, causal=True).transpose(1, 2).contiguous()
 
 
 def _norm(layer: RMSNorm) -> Linear:
@@ -220,26 +225,46 @@ def _norm(layer: RMSNorm) -> Linear:
 
 
 def _linear(
-    layer: nn.Linear, precision: DrawPrecision, *, weight_factor: float = 1.0, bias_factor: float = 1.0
+    layer: nn.Linear,
+    precision: DrawPrecision,
+    *,
+    norm: RMSNorm | None = None,
+    factor: Tensor | None = None,
+    input_factor: float = 1.0,
 ) -> Linear:
-    """Convert a linear layer, its weight and bias multiplied by numbers, to the fastest form that torch has for it."""
-    weight = layer.weight * weight_factor
-    bias = None if layer.bias is None else layer.bias * bias_factor
+    """Convert a linear layer to the fastest form that torch has for it.
+
+    Args:
+        layer: its weight and bias.
+        precision: of the product.
+        norm: what is applied to the input first.
+        factor: of each output, `()` or one number for each.
+        input_factor: of the input.
+    """
+    factor = layer.weight.new_ones(()) if factor is None else factor
+    weight = layer.weight * input_factor * factor.view(-1, 1)
+    bias = None if layer.bias is None else layer.bias * factor
     if precision == "int8":
-        return _int8_linear(weight, bias)
+        return _int8_linear(weight, bias, norm)
     if precision == "bf16":
         weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
+    multiply = _product(weight, bias)
+    normalise = None if norm is None else _norm(norm)
+    return lambda rows: multiply((rows if normalise is None else normalise(rows)).to(weight.dtype))
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Linear:
     if weight.device.type == "cpu" and weight.dtype != torch.float64 and _has_packed():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return lambda rows: F.linear(rows, weight, bias)
 
 
-def _int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+def _int8_linear(weight: Tensor, bias: Tensor | None, norm: RMSNorm | None) -> Linear:
     """Round each row of a matrix, and each row that it is multiplied with, to 8 bits of the row's largest number.
 
     The products are added up as whole numbers, exactly. Without VNNI instructions a sum of two of them must fit 16
-    bits, which leaves 7 bits for the input.
+    bits, which leaves 7 bits for the input. What a norm divides a row by is applied to the products.
     """
     scales = weight.double().abs().amax(dim=1).clamp_min(1e-30) / _LARGEST_INT8
     zeros = torch.zeros_like(scales, dtype=torch.int64)
@@ -249,13 +274,20 @@ def _int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     capabilities = torch.cpu.get_capabilities()
     largest = _LARGEST_INT8 if capabilities.get("avx512_vnni") or capabilities.get("avx_vnni") else 63
+    length = torch.linalg.vector_norm
 
-    def linear(rows: Tensor) -> Tensor:
-        sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-30)
+    def scaled(rows: Tensor, divisors: Tensor | None) -> Tensor:
+        sizes = length(rows, math.inf, dim=-1, keepdim=True).clamp_min_(1e-30)
         product: Tensor = multiply(rows / sizes, 1 / largest, largest + 1, packed)
+        if divisors is not None:
+            sizes = sizes.div_(divisors)
         return product.mul_(sizes) if bias is None else torch.addcmul(bias, product, sizes)
 
-    return linear
+    if norm is None:
+        return lambda rows: scaled(rows.float(), None)
+    (D,) = norm.weight.shape
+    gain, least = norm.weight * D**0.5, norm.weight.new_tensor((norm.eps * D) ** 0.5)
+    return lambda rows: scaled(rows * gain, torch.hypot(length(rows, dim=-1, keepdim=True), least))
 
 
 @contextmanager

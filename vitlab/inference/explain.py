@@ -139,7 +139,7 @@ def explain_files(
     Args:
         model: its network in evaluation mode.
         paths: files, and folders that are searched to any depth.
-        out: the folder; it is made where it is missing, and files of the same names are replaced.
+        out: the folder, empty or not there yet.
         target: the class that maps are of; None takes each image's likeliest.
         layer_numbers: blocks whose attention is wanted, the first is 1; none for all; None takes the last of each kind
             and size of grid.
@@ -148,13 +148,10 @@ def explain_files(
         progress: a bar to add a task to.
 
     Raises:
-        InputError: no image can be read or one lies in `out`, a class or layer is unknown, or the network has nothing
-            to show.
+        InputError: no image can be read, `out` holds files, a class or layer is unknown, or the network has nothing to
+            show.
     """
     images, _ = list_images(paths)
-    for image in images:
-        inside = out.resolve() in image.resolve().parents
-        require(not inside, f"{image} lies in --out {out}, whose files may be replaced: give another folder")
     class_index = _class_index(model, target)
     layers, notes = _chosen_layers(model, layer_numbers)
     _make_folder(out)
@@ -211,7 +208,11 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {out} cannot be made ({error.strerror}): give another folder") from None
-    require(os.access(out, os.W_OK | os.X_OK), f"--out {out} cannot be written in: give another folder")
+    require(os.access(out, os.R_OK | os.W_OK | os.X_OK), f"--out {out} cannot be written in: give another folder")
+    holds_files = any(not name.startswith(".") for name in os.listdir(out))
+    require(
+        not holds_files, f"--out {out} holds files, which would lie among the new ones: give a new or an empty folder"
+    )
 
 
 def safe_name(index: int, total: int, path: str) -> str:

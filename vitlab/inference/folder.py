@@ -84,7 +84,7 @@ def predict_files(
         paths: files, and folders that are searched to any depth.
         out: `.csv`, `.jsonl` or `.parquet`; its folder is made where it is missing. None gives the rows back.
         top_k: classes in a row, at most as many as the model knows.
-        abstain_below: a row whose likeliest class has less than this probability gets no label.
+        abstain_below: a row whose likeliest class has less than this probability has no first label.
         embeddings: `.npy` for float32 (N, D): the predictor's embeddings, a row for each of `out`, NaN where an image
             could not be read.
         by_class: folder that gets a copy of each labelled image in a folder of its likeliest class.
@@ -174,7 +174,7 @@ class _Sink:
     ) -> int:
         """Open what rows go to until the stack is left, and give the number of images that are done."""
         if by_class is not None:
-            self.copies = ClassFolders(by_class, self.predictor.classes, split.paths, searched)
+            self.copies = ClassFolders(by_class, self.predictor.classes, searched)
         if out is None:
             return 0
         with self.predictor.path.open("rb") as file:
@@ -206,7 +206,7 @@ class _Sink:
             # By way of its shortest text: 0.1, not the 0.10000000149011612 of its double.
             shares = tuple(float(str(row[label])) for label in order)
             abstains = self.abstain_below is not None and shares[0] < self.abstain_below
-            labels = () if abstains else tuple(self.predictor.classes[label] for label in order)
+            labels = tuple(None if abstains and label == order[0] else self.predictor.classes[label] for label in order)
             rows.append(Prediction(paths[index], labels, shares))
         order = sorted(range(len(rows)), key=lambda row: rows[row].path)
         if vectors is not None:

@@ -17,7 +17,9 @@ from vitlab.disk import replacing
 from vitlab.text import printable
 
 PAGE_NAME = "index.html"
-_THUMBNAIL_SIDE = 128
+THUMBNAIL_SIDE = 128
+"""Longest side of a small picture on a page, in pixels."""
+
 _QUALITY = 80
 
 
@@ -56,7 +58,7 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def thumbnail_uri(image: NDArray[np.uint8], *, side: int = _THUMBNAIL_SIDE) -> str:
+def thumbnail_uri(image: NDArray[np.uint8], *, side: int = THUMBNAIL_SIDE) -> str:
     """Give an image (H, W, 3), RGB, as a JPEG of at most `side` pixels a side, inside a `data:` address."""
     H, W = image.shape[:2]
     scale = min(1.0, side / max(H, W))

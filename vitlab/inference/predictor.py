@@ -52,8 +52,8 @@ class Predictor:
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}: give 1 or more")
         self.device, self.batch_size, self.tta = resolve_device(device), batch_size, tta
+        file = load_model(Path(checkpoint), device=self.device)
         self.path = checkpoint_path(Path(checkpoint))
-        file = load_model(self.path, device=self.device)
         file.require_classes(checkpoint)
         self.network = file.network.float().eval()
         self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature

@@ -11,6 +11,7 @@ an unbroken run. A part counts while the files of its images are as they were an
 is not is made again, and all after it. What the record does not name was being written and counts for nothing.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -94,10 +95,15 @@ class PartFolder:
             Interrupted: a signal ended the body; it says how to go on.
         """
         self.split = split
-        with self._explaining():
+        for path in self._outputs():
+            with self._explaining(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not os.access(path.parent, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with self._explaining(self.out):
             lock = self._claim()
         try:
-            with self._explaining():
+            with self._explaining(self.out):
                 self.parts = self._found() if resume else []
                 if not self.parts:
                     self._clear()
@@ -148,11 +154,10 @@ class PartFolder:
         if self.is_finished:
             return
         self._flush()
-        with self._explaining():
-            if self.embeddings is not None:
-                self.embeddings.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(self.embeddings) as aside:
-                    _join_arrays(aside, self._files(".npy"), self.done)
+        if self.embeddings is not None:
+            with self._explaining(self.embeddings), replacing(self.embeddings) as aside:
+                _join_arrays(aside, self._files(".npy"), self.done)
+        with self._explaining(self.out):
             with replacing(self.out) as aside, aside.open("wb") as file:
                 self.table.join(file, self._files(self.out.suffix))
             if keep_record:
@@ -172,13 +177,13 @@ class PartFolder:
         return [self.folder / f"part-{number:05d}{suffix}" for number in range(len(self.parts))]
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _explaining(self, path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             kept = f"; {self.done:,} images are kept for --resume" if self.parts else ""
             raise RunError(
-                f"cannot write {self.out}: {error.strerror or error}; an earlier file stays as it was{kept}"
+                f"cannot write {path}: {error.strerror or error}; an earlier file stays as it was{kept}"
             ) from error
 
     def _claim(self) -> int:
@@ -251,7 +256,7 @@ class PartFolder:
         rows = [row for rows, _ in held for row in rows]
         vectors = [array for _, array in held if array is not None]
         files = self._part_files(len(self.parts))
-        with self._explaining():
+        with self._explaining(self.out):
             with replacing(files[0]) as aside, aside.open("wb") as file:
                 self.table.write(file, rows)
             if self.embeddings is not None:

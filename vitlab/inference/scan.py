@@ -117,7 +117,10 @@ def look(split: Split, index: int) -> NDArray[np.void]:
     if isinstance(split, FileSplit):
         path = Path(split.paths[index])
         facts["format"], facts["mode"], facts["orientation"] = _header(path)
-        digest = hashlib.blake2b(path.read_bytes(), digest_size=16)
+        try:
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=16)
+        except OSError as error:  # it has vanished meanwhile
+            raise ImageError(path, f"cannot be opened: {error.strerror or error}") from None
     facts["digest"] = np.void(digest.digest())
     return facts
 

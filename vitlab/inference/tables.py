@@ -1,9 +1,9 @@
 r"""Rows of predictions as CSV, JSON lines or Parquet: written part by part, then put together.
 
 All three have the columns `path`, `error`, `label_1`, `probability_1`, `label_2`, `probability_2`, ..., the likeliest
-class first. A row has an error (why the image could not be read), or labels and probabilities, or, where the network
-abstains, probabilities alone; the other cells are empty in CSV and null elsewhere. Probabilities are float32, written
-with the fewest digits that give them back.
+class first. A row has an error (why the image could not be read), or labels and probabilities, of which `label_1` alone
+is missing where the network abstains; cells without a value are empty in CSV and null elsewhere. Probabilities are
+float32, written with the fewest digits that give them back.
 
 Names are UTF-8; bytes of a file name that are not appear as `\xff`. In CSV a name that a spreadsheet would run as a
 formula, one that starts with `=`, `+`, `-`, `@` (or their wide forms), a tab or a line break, is preceded by an
@@ -38,17 +38,17 @@ class Prediction:
     """One image's row."""
 
     path: str
-    labels: tuple[str, ...] = ()
-    """The likeliest classes, best first; none where there is an error or the network abstains."""
+    labels: tuple[str | None, ...] = ()
+    """The likeliest classes, best first; where the network abstains the first, its answer, is None."""
     probabilities: tuple[float, ...] = ()
-    """Of those classes; where the network abstains, too."""
+    """Of those classes, the first where the network abstains, too."""
     error: str | None = None
     """Why the image could not be read."""
 
     @property
     def abstains(self) -> bool:
         """Whether the likeliest class was not likely enough to be named."""
-        return bool(self.probabilities) and not self.labels
+        return bool(self.labels) and self.labels[0] is None
 
 
 class Table(Protocol):
@@ -106,10 +106,8 @@ def describe(row: Prediction) -> str:
 
 
 def _content(row: Prediction) -> str:
-    if row.abstains:
-        return f"abstains, the likeliest class has {row.probabilities[0]:.1%}"
-    shares = zip(row.labels, row.probabilities, strict=True)
-    return row.error or "  ".join(f"{label} {probability:.1%}" for label, probability in shares)
+    names = ("abstains, the likeliest class has" if label is None else label for label in row.labels)
+    return row.error or "  ".join(f"{name} {share:.1%}" for name, share in zip(names, row.probabilities, strict=True))
 
 
 def _columns(top_k: int) -> list[str]:
@@ -118,7 +116,7 @@ def _columns(top_k: int) -> list[str]:
 
 
 def _cells(row: Prediction, top_k: int) -> list[str | float | None]:
-    labels = [None] * len(row.probabilities) if row.abstains else [_text(label) for label in row.labels]
+    labels = [None if label is None else _text(label) for label in row.labels]
     cells: list[str | float | None] = [_text(row.path), None if row.error is None else _text(row.error)]
     cells.extend(chain.from_iterable(zip(labels, row.probabilities, strict=True)))
     return cells + [None] * (2 + 2 * top_k - len(cells))

@@ -22,6 +22,7 @@ def attention(
     bias: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     causal: bool = False,
+    bias_is_finite: bool = False,
 ) -> Tensor:
     """Give each query the average of the values, weighted by how well its key matches.
 
@@ -35,6 +36,8 @@ def attention(
         bias: added to the scaled scores, broadcast to `(..., N, M)`; -inf hides a key from a query.
         key_padding_mask: bool, True is padding; `(B, M)` where the inputs' first axis is B, or `(M,)`.
         causal: hide what comes after a query; the N queries stand at the last N of the M positions.
+        bias_is_finite: the caller's word that no number of the bias is -inf, which saves looking for queries that see
+            no key.
 
     Returns:
         `(..., N, e)` in the values' dtype; a query that sees no key at all gets zeros.
@@ -42,12 +45,21 @@ def attention(
     Source: arXiv:1706.03762, eq. 1. Differs: the query is scaled before the product, so that float16 does not overflow.
     """
     if _explicit_is_faster(query, key, value):
-        weights = attention_weights(query, key, bias=bias, key_padding_mask=key_padding_mask, causal=causal)
+        weights = attention_weights(
+            query,
+            key,
+            bias=bias,
+            key_padding_mask=key_padding_mask,
+            causal=causal,
+            bias_is_finite=bias_is_finite,
+        )
         return weights.to(value.dtype) @ value
     only_causal = causal and bias is None and key_padding_mask is None and query.shape[-2] == key.shape[-2]
     mask = None if only_causal else _score_mask(query, key, bias, key_padding_mask, causal=causal)
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=only_causal)
+    if _all_see(query, key, bias, key_padding_mask, causal=causal, bias_is_finite=bias_is_finite):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     mask, sees_nothing = _open_empty_rows(mask)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).masked_fill(sees_nothing, 0.0)
 
@@ -59,6 +71,7 @@ def attention_weights(
     bias: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     causal: bool = False,
+    bias_is_finite: bool = False,
 ) -> Tensor:
     """Give the weights `(..., N, M)` by which `attention` averages the values; arguments as there.
 
@@ -69,6 +82,8 @@ def attention_weights(
     mask = _score_mask(query, key, bias, key_padding_mask, causal=causal)
     if mask is None:
         return scores.softmax(dim=-1)
+    if _all_see(query, key, bias, key_padding_mask, causal=causal, bias_is_finite=bias_is_finite):
+        return (scores + mask).softmax(dim=-1)
     mask, sees_nothing = _open_empty_rows(mask)
     return (scores + mask).softmax(dim=-1).masked_fill(sees_nothing, 0.0)
 
@@ -109,6 +124,20 @@ def _score_mask(
     return torch.where(hidden, query.new_full((), -torch.inf), open_scores)
 
 
+def _all_see(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    key_padding_mask: Tensor | None,
+    *,
+    causal: bool,
+    bias_is_finite: bool,
+) -> bool:
+    """Tell whether it is known, without a look at a mask, that every query sees a key: of causality alone, its own."""
+    bias_hides_none = bias is None or bias_is_finite
+    return bias_hides_none and key_padding_mask is None and not (causal and query.shape[-2] > key.shape[-2])
+
+
 def _open_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Open the rows of a score mask that hide every key, and tell which they are, `(..., N or 1, 1)`.
 
@@ -116,6 +145,16 @@ def _open_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     sees_nothing: Tensor = mask.isneginf().all(dim=-1, keepdim=True)
     return mask.masked_fill(sees_nothing, 0.0), sees_nothing
+
+
+def in_product_dtype(tokens: Tensor) -> Tensor:
+    """Cast float32 tokens to what autocast multiplies matrices in: before they are moved about, not after.
+
+    Without autocast, and in every other dtype, the tokens themselves.
+    """
+    kind = tokens.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return tokens.to(torch.get_autocast_dtype(kind)) if casts and tokens.dtype == torch.float32 else tokens
 
 
 class MultiHeadAttention(nn.Module):

@@ -5,12 +5,11 @@ Legend as in `windows.py`: a grid is `(B, H, W, D)`; a window is (height, width)
 """
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
-from vitlab.layers.attention import MultiHeadAttention, attention
+from vitlab.layers.attention import MultiHeadAttention, attention, in_product_dtype
 from vitlab.layers.position import relative_bias
-from vitlab.layers.windows import pad_to_multiple, partition, relative_index, reverse, shift_mask
+from vitlab.layers.windows import join_heads, pad_to_multiple, partition_heads, relative_index, shift_mask
 
 
 class WindowAttention(MultiHeadAttention):
@@ -72,26 +71,26 @@ class WindowAttention(MultiHeadAttention):
         """Map a grid `(B, H, W, D)` to the same shape."""
         _, H, W, _ = grid.shape
         down, right = self.shift
+        grid = in_product_dtype(grid)
         if self.mask is not None:
             grid = grid.roll((-down, -right), (1, 2))
-        windows = self._attend(partition(pad_to_multiple(grid, self.window), self.window))
-        grid = reverse(windows, self.window, self.padded_size)[:, :H, :W]
-        return grid if self.mask is None else grid.roll((down, right), (1, 2))
+        heads = self._attend(self.qkv(pad_to_multiple(grid, self.window)))
+        mixed: Tensor = self.proj_drop(self.proj(join_heads(heads, self.window, self.padded_size)))[:, :H, :W]
+        return mixed if self.mask is None else mixed.roll((down, right), (1, 2))
 
     def score_bias(self) -> Tensor:
         """Give what is added to the scores, `(V, h, N, N)`; of windows that are not shifted `(1, h, N, N)`."""
         bias = relative_bias(self.relative_position_bias_table, self.relative_position_index)[None]
         return bias if self.mask is None else bias + self.mask[:, None]
 
-    def _attend(self, windows: Tensor) -> Tensor:
-        """Map windows `(B * V, N, D)` to the same shape.
+    def _attend(self, qkv: Tensor) -> Tensor:
+        """Give what the heads of all windows find, `(B * V, h, N, d)`, of queries, keys and values `(B, H, W, 3 D)`.
 
         The windows of an image, where each has its own mask, become heads: so bias and mask, the same for every image,
         are added without a copy for each.
         """
-        bias = self.score_bias()
-        V, h, _, _ = bias.shape
-        qkv = rearrange(self.qkv(windows), "(b v) n (three h d) -> three b (v h) n d", three=3, v=V, h=h)
-        heads = attention(*qkv, bias=bias.flatten(0, 1))
-        mixed: Tensor = self.proj_drop(self.proj(rearrange(heads, "b (v h) n d -> (b v) n (h d)", h=h)))
-        return mixed
+        windows = partition_heads(qkv, self.window, self.num_heads)  # (3, B * V, h, N, d)
+        bias = self.score_bias().flatten(0, 1)
+        query, key, value = windows.reshape(3, -1, len(bias), *windows.shape[3:])
+        heads = attention(query, key, value, bias=bias, bias_is_finite=True)
+        return heads.reshape(windows.shape[1:])

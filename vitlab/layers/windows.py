@@ -53,6 +53,41 @@ def reverse(windows: Tensor, window: tuple[int, int], grid_size: tuple[int, int]
     )
 
 
+def partition_heads(qkv: Tensor, window: tuple[int, int], num_heads: int) -> Tensor:
+    """Cut the queries, keys and values of a grid of whole windows into windows and heads, in one copy.
+
+    Args:
+        qkv: `(B, H, W, 3 D)`, of each position its query, key and value, each head by head.
+        window: (height, width) of a window.
+        num_heads: heads `h`, each of width `d`.
+
+    Returns:
+        `(3, B * V, h, N, d)`.
+    """
+    height, width = window
+    return rearrange(
+        qkv,
+        "b (rows y) (columns x) (three h d) -> three (b rows columns) h (y x) d",
+        y=height,
+        x=width,
+        three=3,
+        h=num_heads,
+    )
+
+
+def join_heads(heads: Tensor, window: tuple[int, int], grid_size: tuple[int, int]) -> Tensor:
+    """Put what the heads of all windows found together again, `(B * V, h, N, d)` to `(B, H, W, D)`, in one copy."""
+    (height, width), (H, W) = window, grid_size
+    return rearrange(
+        heads,
+        "(b rows columns) h (y x) d -> b (rows y) (columns x) (h d)",
+        rows=H // height,
+        columns=W // width,
+        y=height,
+        x=width,
+    )
+
+
 def shift_mask(grid_size: tuple[int, int], window: tuple[int, int], shift: tuple[int, int]) -> Tensor | None:
     """Keep apart, in the windows of a grid that was rolled up and left, tokens that only the roll made neighbours.
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from vitlab.checks import require, require_fractions, require_multiple, require_positive
 from vitlab.layers import init
-from vitlab.layers.attention import MultiHeadAttention
+from vitlab.layers.attention import MultiHeadAttention, attention, in_product_dtype
 from vitlab.layers.droppath import DropPath
 from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import check_images, to_pair
-from vitlab.layers.windows import pad_to_multiple, partition, reverse
+from vitlab.layers.windows import join_heads, pad_to_multiple, partition_heads
 from vitlab.models.fields import conform_fields
 from vitlab.models.network import BlockNetwork
 
@@ -152,10 +152,12 @@ class SpatialAttention(MultiHeadAttention):
     def forward(self, grid: Tensor) -> Tensor:
         """Map `(B, H, W, D)` to the same shape."""
         _, H, W, _ = grid.shape
-        padded = pad_to_multiple(grid, self.window)
-        _, padded_height, padded_width, _ = padded.shape
-        windows = super().forward(partition(padded, self.window))
-        return reverse(windows, self.window, (padded_height, padded_width))[:, :H, :W]
+        qkv = self.qkv(pad_to_multiple(in_product_dtype(grid), self.window))
+        _, padded_height, padded_width, _ = qkv.shape
+        heads = attention(*partition_heads(qkv, self.window, self.num_heads))
+        joined = join_heads(heads, self.window, (padded_height, padded_width))
+        mixed: Tensor = self.proj_drop(self.proj(joined))[:, :H, :W]
+        return mixed
 
 
 def channel_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -279,11 +281,11 @@ class DaViT(BlockNetwork):
                 init.lecun_conv(module)
             elif isinstance(module, nn.Conv2d | nn.LayerNorm):
                 module.reset_parameters()
-        for attention in self.modules():
-            if isinstance(attention, ChannelAttention):
-                dim, num_groups = attention.proj.in_features, attention.num_heads
-                queries_and_keys = attention.qkv.weight.detach()[dim:]
-                queries_and_keys *= math.sqrt(math.sqrt(dim / num_groups) / attention.num_positions)
+        for module in self.modules():
+            if isinstance(module, ChannelAttention):
+                dim, num_groups = module.proj.in_features, module.num_heads
+                queries_and_keys = module.qkv.weight.detach()[dim:]
+                queries_and_keys *= math.sqrt(math.sqrt(dim / num_groups) / module.num_positions)
         init.zero_linear(self.head.fc)
 
     def config_dict(self) -> dict[str, Any]:

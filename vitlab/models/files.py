@@ -26,7 +26,7 @@ from vitlab.checks import require
 from vitlab.data.preprocess import Preprocess
 from vitlab.disk import replacing
 from vitlab.errors import InputError, RunError
-from vitlab.models.catalog import create_model
+from vitlab.models.catalog import create_model, list_models
 from vitlab.models.network import Network
 from vitlab.models.record import RECORD_KEY
 from vitlab.models.safetensors_file import (
@@ -38,8 +38,11 @@ from vitlab.models.safetensors_file import (
     read_safetensors,
 )
 from vitlab.models.size_limits import at_most_tensors
+from vitlab.models.timm_network import PREFIX
 from vitlab.sections import PIXELS_ALONE
 
+PICKLED_SUFFIXES = (".pth", ".pt", ".bin")
+"""Of files of torch, which hold weights alone."""
 BUFFER_LIMIT_BYTES = 2**30
 """What a network may compute beside its weights, such as masks of windows, without a file as large."""
 
@@ -172,10 +175,18 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> Model
     Raises:
         InputError: there is no such file, it is not a model file of vitlab, it is damaged, or a newer vitlab wrote it.
     """
-    file = read_safetensors(checkpoint_path(path))
-    if file.record is None:
+    if not Path(path).exists() and (str(path).startswith(PREFIX) or str(path) in list_models()):
         raise InputError(
-            f"{file.path} is not a model file of vitlab: it holds weights alone; train from them with model.weights"
+            f"{path} is a network's name, and a model file with trained weights is needed: vitlab train --model.name "
+            f"{path} writes one"
+        )
+    place = checkpoint_path(path)
+    is_foreign = place.suffix.lower() in (*PICKLED_SUFFIXES, ".npz")
+    file = None if is_foreign else read_safetensors(place)
+    if file is None or file.record is None:
+        raise InputError(
+            f"{place} is not a model file of vitlab, which knows classes and preprocessing: vitlab train "
+            f"--model.weights {place} makes one from such weights"
         )
     record = file.record
     try:

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from vitlab.errors import InputError, unknown_name
-from vitlab.models.files import checkpoint_path
+from vitlab.models.files import PICKLED_SUFFIXES, checkpoint_path
 from vitlab.models.layouts import from_google
 from vitlab.models.safetensors_file import read_safetensors
 from vitlab.models.timm_network import PREFIX
 from vitlab.parsing import parse_json
 
-_PICKLED_SUFFIXES = (".pth", ".pt", ".bin")
 _SAFE_TORCH = (2, 10)
 """From here on weights-only loading has no known way around it (CVE-2025-32434, CVE-2026-24747)."""
 _BESIDE_LIMIT_BYTES = 2**24
@@ -74,9 +73,9 @@ def read_source(source: str | Path) -> Source:
         return Source(entries, file.record["model"]["config"] if file.record else None, stated)
     if suffix == ".npz":
         return Source(_read_npz(path), None, {"mean": [0.5] * 3, "std": [0.5] * 3})  # Google's ViT, OpenAI's ImageGPT
-    if suffix in _PICKLED_SUFFIXES:
+    if suffix in PICKLED_SUFFIXES:
         return Source(_with_palette_beside(_read_pickled(path), path), None, stated)
-    suffixes = ", ".join((*_PICKLED_SUFFIXES, ".npz"))
+    suffixes = ", ".join((*PICKLED_SUFFIXES, ".npz"))
     raise InputError(f"{path} is no weights file: give a run folder, .safetensors, {suffixes}")
 
 

@@ -1,0 +1,120 @@
+"""What the benchmarks share: subjects timed in turns, and the rows of figures that come of it."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One comparison."""
+
+    work: str
+    subject: str
+    """The network's name, or what is read."""
+    precision: str
+    mode: str
+    device: str
+    unit: str
+    ours: float
+    peer: str
+    theirs: float
+    ratio: float
+    """How many times better ours is: more of a rate, less of seconds or MiB. The median of the rounds' ratios."""
+    share: float | None = None
+    """Ours over the processor's rate of matrix products, as that of the multiply-adds."""
+    note: str = ""
+    """What more there is to say, such as which of the peer's settings was its best."""
+
+
+def in_turns(subjects: Mapping[str, Callable[[], float]], *, rounds: int, uncounted: int = 1) -> dict[str, list[float]]:
+    """Measure every subject once a round, after rounds that do not count; the same place in two lists is one round."""
+    figures: dict[str, list[float]] = {name: [] for name in subjects}
+    for turn in range(uncounted + rounds):
+        for name, measure in subjects.items():
+            figure = measure()
+            if turn >= uncounted:
+                figures[name].append(figure)
+    return figures
+
+
+def ratio_of(ours: Sequence[float], theirs: Sequence[float], *, unit: str) -> float:
+    """Give how many times better ours is, the median over the rounds."""
+    more_is_better = unit.endswith("/s")
+    return median(a / b if more_is_better else b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def compare(
+    figures: Mapping[str, Sequence[float]],
+    peers: Mapping[str, Sequence[str]],
+    *,
+    unit: str,
+    **columns: str | float | None,
+) -> list[Row]:
+    """Give a row for each peer, with the best of the peer's own settings.
+
+    Args:
+        figures: of every subject, round by round; ours is `vitlab`.
+        peers: what a peer is called, and which subjects are its settings.
+        unit: of the figures; those that end in `/s` are rates.
+        columns: the other fields of the rows.
+    """
+    choose = max if unit.endswith("/s") else min
+    rows = []
+    for peer, settings in peers.items():
+        known = [name for name in settings if name in figures]
+        if not known:
+            continue
+        best = choose(known, key=lambda name: median(figures[name]))
+        ratio = ratio_of(figures["vitlab"], figures[best], unit=unit)
+        ours, theirs = median(figures["vitlab"]), median(figures[best])
+        note = "" if len(settings) == 1 else best
+        fields = {"unit": unit, "peer": peer, "ours": ours, "theirs": theirs, "ratio": ratio, "note": note} | columns
+        rows.append(Row(**fields))  # type: ignore[arg-type]
+    return rows
+
+
+def write_rows(rows: Sequence[Row], path: Path | None) -> None:
+    """Write rows as JSON to a file, or to the terminal."""
+    text = json.dumps([asdict(row) for row in rows], indent=1)
+    if path is None:
+        print(text)
+    else:
+        path.write_text(text + "\n")
+
+
+def rate(work: Callable[[], object], count: int, device: torch.device, *, least_s: float = 0.0) -> float:
+    """Give how many things a second a piece of work of `count` things does, repeated until `least_s` have passed."""
+    repeats = 0
+    began = time.perf_counter()
+    while repeats == 0 or time.perf_counter() - began < least_s:
+        work()
+        repeats += 1
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return repeats * count / (time.perf_counter() - began)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, *, side: int = 2048, repeats: int = 5) -> float:
+    """Give the multiply-adds a second of a product of two square matrices, the best of some."""
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    products = [rate(lambda: left @ right, side**3, device, least_s=0.1) for _ in range(repeats)]
+    return max(products)
+
+
+def machine(device: torch.device) -> str:
+    """Name what computes, and torch's threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    return f"{next(names, 'CPU')}, {torch.get_num_threads()} threads"
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text().splitlines() if file.is_file() else []
