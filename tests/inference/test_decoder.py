@@ -42,7 +42,7 @@ def test_decoder_keeps_all_pixels_where_its_memory_grows(random_imagegpt, precis
     tolerance = {"fp32": 1e-5, "bf16": 0.06, "int8": 0.06}[precision]
     for given in (127, 128, 255, 299):
         torch.testing.assert_close(stepped[:, given], decoder.start(tokens[:, :given]), rtol=0, atol=tolerance)
-    assert decoder.blocks[0].keys.shape[-1] == 384
+    assert decoder.blocks[0].read.shape[3] == 384
 
 
 def test_decoder_forgets_the_images_before(random_imagegpt):
