@@ -100,6 +100,11 @@ def test_data_need_draws_nested_shares_by_class(tmp_path):
     ("script", "arguments", "line"),
     [
         ("memory.py", ["--models", "vit_tiny", "--batch_size", 2], "vit_tiny"),
+        (
+            "bench_networks.py",
+            ["--models", "vit_tiny_32", "--precisions", "bf16", "--batch", 2, "--rounds", 1],
+            '"peer": "timm best"',
+        ),
         ("save_cost.py", ["--steps", 3, "--every", 1, "--repeats", 1, "--batch_size", 2], "a save costs"),
     ],
 )

@@ -66,3 +66,22 @@ def test_a_copy_of_a_compiled_network_has_its_own_mode(network):
 def test_compile_needs_a_compiler(network):
     with pytest.raises(InputError, match=r"train.compile needs a C\+\+ compiler"):
         compile_blocks(network, find=lambda name: None)
+
+
+def test_blocks_of_a_pyramid_are_compiled_for_each_size():
+    """Code for any size is slow, and torch failed to make that of DaViT's."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    settings = {"embed_dims": (8, 16), "depths": (1, 1), "num_heads": (1, 2), "window_size": 4, "image_size": 32}
+    network = create_model("davit_tiny", num_classes=3, **settings).train()
+    plain, images = copy.deepcopy(network), torch.randn(2, 3, 32, 32)
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.extend(size for each in inputs if isinstance(each, torch.Tensor) for size in each.shape)
+        return graph.forward
+
+    compile_blocks(network, backend=backend)
+    torch.testing.assert_close(network(images), plain(images))
+    assert sizes
+    assert all(type(size) is int for size in sizes)

@@ -123,6 +123,7 @@ def test_optimizer_takes_the_configured_settings():
     adamw = build_optimizer(OptimConfig(name="adamw", betas=(0.8, 0.95)), network())
     assert isinstance(adamw, torch.optim.AdamW)
     assert adamw.param_groups[0]["betas"] == (0.8, 0.95)
+    assert adamw.defaults["fused"]
     sgd = build_optimizer(OptimConfig(name="sgd", momentum=0.7, weight_decay=0.0), network())
     assert {group["momentum"] for group in sgd.param_groups} == {0.7}
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from vitlab.errors import InputError
 from vitlab.layers import attention as module
-from vitlab.layers.attention import MultiHeadAttention, attention, attention_weights
+from vitlab.layers.attention import MultiHeadAttention, attention, attention_weights, in_product_dtype
 
 # Three tokens worked by hand: scores of the second query are 0, 1 and 1 over sqrt(2).
 QUERY = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.float64)
@@ -223,3 +223,26 @@ def test_attention_under_autocast_keeps_the_values_dtype():
         output = attention(*half, bias=torch.zeros(5, 7))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.float(), attention(query, key, value), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.usefixtures("path")
+def test_attention_of_a_finite_bias_is_the_same_with_and_without_the_word_that_it_is():
+    query, key, value = random_inputs(5, 7)
+    bias = mask_cases()["bias"]["bias"]
+    for masks in ({"bias": bias}, {"bias": bias, "causal": True}, {"bias": bias - 100.0}):
+        expected = attention(query, key, value, **masks)
+        assert torch.equal(attention(query, key, value, **masks, bias_is_finite=True), expected)
+
+
+def test_attention_causal_gives_zeros_before_the_first_key():
+    """Nine queries at the last nine of seven positions: the first two stand before all."""
+    query, key, value = random_inputs(9, 7)
+    assert attention(query, key, value, causal=True)[:, :, :2].eq(0).all()
+
+
+def test_in_product_dtype_casts_float32_under_autocast_alone():
+    tokens = torch.ones(2, 3)
+    assert in_product_dtype(tokens) is tokens
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_product_dtype(tokens).dtype == torch.bfloat16
+        assert in_product_dtype(tokens.double()).dtype == torch.float64
