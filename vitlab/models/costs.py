@@ -66,7 +66,7 @@ def training_memory(
     between = 4 * 4 * D  # both norms' input, and the same without the gain
     # Both norms' output; queries, keys, values and what attention makes of them; the hidden layer, twice.
     within = bytes_per_value * (6 * D + 2 * int(D * config.mlp_ratio))
-    squares = 0 if fused_attention else 2 * bytes_per_value * config.num_heads * N  # with and without empty rows
+    squares = 0 if fused_attention else bytes_per_value * config.num_heads * N
     logits = 4 * 3 * V
     return 16 * parameters + batch_size * N * (L * (between + within + squares) + 4 * 3 * D + logits)
 
