@@ -119,7 +119,7 @@ def test_mixing_options_reach_the_mixer(build):
 
 def test_compile_compiles_each_block_in_place(build, monkeypatch):
     compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, backend: compiled.append(self))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, backend, dynamic: compiled.append(self))
     trainer = build(train__compile=True)
     assert compiled == trainer.objective.network.repeated_blocks()
     build()
