@@ -51,11 +51,11 @@ _PEERS = {
 def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(_TIMM), default=list(_TIMM)[:2], help="(%(default)s)")
+    parser.add_argument("--models", nargs="+", choices=sorted(_TIMM), default=list(_TIMM), help="(%(default)s)")
     parser.add_argument("--works", nargs="+", choices=["forward", "train_step"], default=["forward", "train_step"])
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager"], help="(%(default)s)")
-    parser.add_argument("--batch", type=int, help="images (16, of small ones 128)")
+    parser.add_argument("--batch", type=int, help="images (16, of 32x32 pixels 128)")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the rows (else the terminal)")

@@ -105,16 +105,3 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, *, side: int = 2048, r
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     products = [rate(lambda: left @ right, side**3, device, least_s=0.1) for _ in range(repeats)]
     return max(products)
-
-
-def machine(device: torch.device) -> str:
-    """Name what computes, and torch's threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
-    return f"{next(names, 'CPU')}, {torch.get_num_threads()} threads"
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text().splitlines() if file.is_file() else []

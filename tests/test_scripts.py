@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +20,13 @@ def run(script: str, *arguments: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_train_script_trains_and_classifies(color_folder, tmp_path):
@@ -75,10 +83,23 @@ def test_count_model_gives_the_entropy_of_what_its_neighbours_do_not_tell(color_
     assert nats == pytest.approx(math.log(2) / 8, abs=0.004)
 
 
+def test_measuring_compares_with_a_peers_best_setting_round_by_round():
+    measuring = load("measuring")
+    speeds = iter([9.0, 9.0, 6.0, 2.0, 8.0, 4.0])  # a round that does not count, and two that do
+    figures = measuring.in_turns({"vitlab": lambda: next(speeds), "slow": lambda: next(speeds)}, rounds=2)
+    assert figures == {"vitlab": [6.0, 8.0], "slow": [2.0, 4.0]}
+    figures["fast"] = [3.0, 5.0]
+    columns = {"work": "w", "subject": "s", "precision": "fp32", "mode": "eager", "device": "cpu"}
+    (rate,) = measuring.compare(figures, {"peer": ("slow", "fast")}, unit="images/s", **columns)
+    assert (rate.ours, rate.theirs, rate.note) == (7.0, 4.0, "fast")
+    assert rate.ratio == pytest.approx((6 / 3 + 8 / 5) / 2)
+    (time,) = measuring.compare(figures, {"peer": ("slow", "fast"), "none": ("absent",)}, unit="s", **columns)
+    assert (time.theirs, time.note) == (3.0, "slow")
+    assert time.ratio == pytest.approx((2 / 6 + 4 / 8) / 2)
+
+
 def test_data_need_draws_nested_shares_by_class(tmp_path):
-    spec = importlib.util.spec_from_file_location("data_need", ROOT / "scripts" / "data_need.py")
-    data_need = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(data_need)
+    data_need = load("data_need")
     for split, count in (("train", 200), ("test", 3)):
         for name in "ab":
             for index in range(count):

@@ -69,7 +69,7 @@ def test_compile_needs_a_compiler(network):
 
 
 def test_blocks_of_a_pyramid_are_compiled_for_each_size():
-    """Code for any size is slow, and torch failed to make that of DaViT's."""
+    """torch failed to make code for any size of a DaViT's."""
     torch.compiler.reset()
     torch.manual_seed(0)
     settings = {"embed_dims": (8, 16), "depths": (1, 1), "num_heads": (1, 2), "window_size": 4, "image_size": 32}

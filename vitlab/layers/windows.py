@@ -42,15 +42,7 @@ def reverse(windows: Tensor, window: tuple[int, int], grid_size: tuple[int, int]
         window: (height, width) of a window.
         grid_size: (H, W) of the grid that was cut.
     """
-    (height, width), (H, W) = window, grid_size
-    return rearrange(
-        windows,
-        "(b rows columns) (h w) d -> b (rows h) (columns w) d",
-        rows=H // height,
-        columns=W // width,
-        h=height,
-        w=width,
-    )
+    return join_heads(windows[:, None], window, grid_size)
 
 
 def partition_heads(qkv: Tensor, window: tuple[int, int], num_heads: int) -> Tensor:
