@@ -29,6 +29,7 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 _QUICK_GELU = 1.702
 _LARGEST_INT8 = 127
+_LEAST = 1e-30  # of what numbers are divided by
 _CHUNK = 128  # pixels
 
 
@@ -81,9 +82,10 @@ class Decoder:
         network: its weights are read now; the decoder keeps copies in its own precision.
         precision: what the blocks' matrices are in. `fp32` is the network's own precision, and the reference. `bf16` is
             just that. `int8` has whole numbers with a scale for each output of a matrix and for each of its input rows,
-            so that no image depends on its neighbours. Both store keys and values in bf16 (int8 only where the
-            processor computes in it). The sums between the blocks, the normalisation and the colour head stay in the
-            network's precision throughout.
+            so that no image depends on its neighbours (alone, it may differ in the last digits). Keys and values are
+            stored in bf16 with `bf16` on a GPU, and else in the network's precision: a CPU is no faster at their
+            products in bf16. The sums between the blocks, the normalisation and the colour head stay in the network's
+            precision throughout.
 
     Raises:
         InputError: the network is no causal ImageGPT, or the device lacks the precision.
@@ -143,8 +145,10 @@ class _DecoderBlock:
     The factors of the quick GELU are in the matrices on both sides of it, and the queries' in the matrix of these.
     """
 
-    read: Tensor
-    """Keys and values, `(2, B, h, M, d)`; M grows with the pixels, and the last of them are not there yet."""
+    keys: Tensor
+    """`(B, h, M, d)`; M grows with the pixels, and the last of them are not there yet."""
+    values: Tensor
+    """`(B, h, d, M)`: laid out so that both products with one row go along memory."""
 
     def __init__(self, block: Block, precision: DrawPrecision) -> None:
         attn, mlp = block.attn, block.mlp
@@ -159,49 +163,54 @@ class _DecoderBlock:
         self.fc2 = _linear(mlp.fc2, precision, input_factor=1 / _QUICK_GELU)
         self.dtype = torch.bfloat16 if precision == "bf16" else weight.dtype
         """Of what the matrices give."""
-        in_bf16 = precision == "int8" and autocast_dtype("auto", weight.device) is not None
-        self.cache_dtype = torch.bfloat16 if in_bf16 else self.dtype
+        self.cache_dtype = weight.dtype if weight.device.type == "cpu" else self.dtype
 
     def __call__(self, tokens: Tensor, first: int) -> Tensor:
         """Map tokens `(B, n, D)` of pixels first, first + 1, ... to `(B, n, D)`; n is 1 but for the first ones."""
         B, n, D = tokens.shape
         qkv = self.qkv(tokens).to(self.cache_dtype)
         qkv = qkv.view(B, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, h, n, d)
-        self._store(qkv[1:], first)
+        self._store(qkv[1], qkv[2], first)
         heads = self._attend(qkv[0], first + n) if first else self._attend_causally(qkv)
         tokens = tokens + self.proj(heads.view(B, n, D))
         return tokens + self.fc2(F.silu(self.fc1(tokens), inplace=True))
 
     def select(self, rows: Tensor) -> None:
         """Go on with some of the images, several times or not at all."""
-        self._keep(self.read[:, rows])
+        self._keep(self.keys[rows], self.values[rows])
 
-    def _keep(self, read: Tensor) -> None:
-        self.read = read
-        self._keys, self._values = read[0].flatten(0, 1).mT, read[1].flatten(0, 1)  # (B h, d, M), (B h, M, d)
+    def _keep(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self._flat_keys, self._flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # (B h, M, d), (B h, d, M)
 
-    def _store(self, new: Tensor, first: int) -> None:
+    def _store(self, key: Tensor, value: Tensor, first: int) -> None:
         """Keep what later pixels need of pixels first, first + 1, ..., and nothing else where these are the first.
 
-        Room grows by whole chunks: where all of it is read at once, torch's products in bf16 need not copy it first.
+        Args:
+            key: `(B, h, n, d)`.
+            value: `(B, h, n, d)`.
+            first: number of pixels that were read before.
         """
-        _, B, h, n, d = new.shape
+        B, h, n, d = key.shape
         last = first + n
-        if first == 0 or last > self.read.shape[3]:
-            room = new.new_zeros(2, B, h, math.ceil(last / _CHUNK) * _CHUNK, d)
+        if first == 0 or last > self.keys.shape[2]:
+            room = math.ceil(last / _CHUNK) * _CHUNK
+            keys, values = key.new_empty(B, h, room, d), key.new_empty(B, h, d, room)
             if first:
-                room[:, :, :, :first] = self.read[:, :, :, :first]
-            self._keep(room)
-        self.read.narrow(3, first, n).copy_(new)
+                keys[:, :, :first], values[..., :first] = self.keys, self.values
+            self._keep(keys, values)
+        self.keys.narrow(2, first, n).copy_(key)
+        self.values.narrow(3, first, n).copy_(value.mT)
 
     def _attend(self, query: Tensor, num_read: int) -> Tensor:
-        """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them: `(B h, 1, d)`.
+        """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them: `(B h, d, 1)`.
 
-        torch's fused attention takes twice as long for one row on a CPU, in bf16 four times.
+        torch's fused attention takes twice as long for one row on a CPU, and its products five times as long where
+        the strides of a column are not those of a row on its side.
         """
-        scores = torch.bmm(query.flatten(0, 1), self._keys)  # (B h, 1, M)
-        scores.narrow(2, num_read, scores.shape[2] - num_read).fill_(-torch.inf)
-        return torch.bmm(scores.softmax(dim=-1), self._values)
+        column = query.flatten(0, 1).mT  # (B h, d, 1)
+        scores = torch.bmm(self._flat_keys.narrow(1, 0, num_read), column).mT  # (B h, 1, num_read)
+        return torch.bmm(self._flat_values.narrow(2, 0, num_read), scores.softmax(dim=2).mT)
 
     def _attend_causally(self, qkv: Tensor) -> Tensor:
         """Give what the first pixels, `(3, B, h, n, d)`, see of one another: `(B, n, h, d)`."""
@@ -264,9 +273,10 @@ def _int8_linear(weight: Tensor, bias: Tensor | None, norm: RMSNorm | None) -> L
     """Round each row of a matrix, and each row that it is multiplied with, to 8 bits of the row's largest number.
 
     The products are added up as whole numbers, exactly. Without VNNI instructions a sum of two of them must fit 16
-    bits, which leaves 7 bits for the input. What a norm divides a row by is applied to the products.
+    bits, which leaves 7 bits for the input. What a norm divides a row by is applied to the products. A single row takes
+    the same steps with plain numbers in place of tensors of one, in half the calls.
     """
-    scales = weight.double().abs().amax(dim=1).clamp_min(1e-30) / _LARGEST_INT8
+    scales = weight.double().abs().amax(dim=1).clamp_min(_LEAST) / _LARGEST_INT8
     zeros = torch.zeros_like(scales, dtype=torch.int64)
     with _fbgemm():
         rounded = torch.quantize_per_channel(weight.float(), scales, zeros, 0, torch.qint8)
@@ -274,20 +284,32 @@ def _int8_linear(weight: Tensor, bias: Tensor | None, norm: RMSNorm | None) -> L
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     capabilities = torch.cpu.get_capabilities()
     largest = _LARGEST_INT8 if capabilities.get("avx512_vnni") or capabilities.get("avx_vnni") else 63
-    length = torch.linalg.vector_norm
+    D = weight.shape[1]
+    if norm is not None:
+        gain, least = norm.weight * D**0.5, norm.weight.new_tensor((norm.eps * D) ** 0.5)
 
-    def scaled(rows: Tensor, divisors: Tensor | None) -> Tensor:
-        sizes = length(rows, math.inf, dim=-1, keepdim=True).clamp_min_(1e-30)
+    def of_several(rows: Tensor) -> Tensor:
+        factors = None
+        if norm is not None:
+            factors = torch.hypot(torch.linalg.vector_norm(rows, dim=-1, keepdim=True), least).reciprocal_()
+            rows = rows * gain
+        sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_LEAST)
         product: Tensor = multiply(rows / sizes, 1 / largest, largest + 1, packed)
-        if divisors is not None:
-            sizes = sizes.div_(divisors)
+        sizes = sizes if factors is None else sizes.mul_(factors)
         return product.mul_(sizes) if bias is None else torch.addcmul(bias, product, sizes)
 
-    if norm is None:
-        return lambda rows: scaled(rows.float(), None)
-    (D,) = norm.weight.shape
-    gain, least = norm.weight * D**0.5, norm.weight.new_tensor((norm.eps * D) ** 0.5)
-    return lambda rows: scaled(rows * gain, torch.hypot(length(rows, dim=-1, keepdim=True), least))
+    def of_one(row: Tensor) -> Tensor:
+        factor = 1.0
+        if norm is not None:
+            flat = row.view(-1)
+            factor = (torch.dot(flat, flat).item() + norm.eps * D) ** -0.5
+            row = row * gain
+        low, high = torch.aminmax(row)
+        size = max(high.item(), -low.item(), _LEAST)
+        product: Tensor = multiply(row, size / largest, largest + 1, packed)
+        return product.mul_(factor) if bias is None else torch.add(bias, product, alpha=factor)
+
+    return lambda rows: of_one(rows.float()) if rows.numel() == D else of_several(rows.float())
 
 
 @contextmanager
