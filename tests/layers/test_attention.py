@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitlab.errors import InputError
 from vitlab.layers import attention as module
@@ -41,7 +42,7 @@ def mask_cases():
 @pytest.fixture(params=[False, True], ids=["fused", "explicit"])
 def path(request, monkeypatch):
     """Run the test once with torch's fused attention and once with the products written out."""
-    monkeypatch.setattr(module, "_explicit_is_faster", lambda query, key, value: request.param)
+    monkeypatch.setattr(module, "_explicit_is_faster", lambda query, key, bias: request.param)
 
 
 @pytest.mark.usefixtures("path")
@@ -95,7 +96,7 @@ def test_attention_equals_a_loop_over_tokens(kind):
 def test_attention_paths_agree_in_values_and_gradients(kind, dtype, tolerance, monkeypatch):
     results = []
     for explicit in (False, True):
-        monkeypatch.setattr(module, "_explicit_is_faster", lambda query, key, value, explicit=explicit: explicit)
+        monkeypatch.setattr(module, "_explicit_is_faster", lambda query, key, bias, explicit=explicit: explicit)
         inputs = random_inputs(5, 7, dtype, requires_grad=True)
         output = attention(*inputs, **mask_cases()[kind])
         output.square().sum().backward()
@@ -105,17 +106,36 @@ def test_attention_paths_agree_in_values_and_gradients(kind, dtype, tolerance, m
         torch.testing.assert_close(fused, explicit, rtol=tolerance, atol=tolerance)
 
 
-def test_attention_takes_the_explicit_path_only_to_train_in_half_precision_on_a_cpu():
-    for dtype, requires_grad, expected in [
-        (torch.bfloat16, True, True),
-        (torch.float16, True, True),
-        (torch.bfloat16, False, False),
-        (torch.float32, True, False),
+def test_attention_takes_the_explicit_path_on_a_cpu_in_bf16_and_where_a_bias_is_learned():
+    learned = torch.zeros(3, 5, 7, requires_grad=True)
+    for dtype, bias, num_keys, expected in [
+        (torch.bfloat16, None, 512, True),
+        (torch.bfloat16, None, 513, False),
+        (torch.float16, None, 7, False),
+        (torch.float32, None, 7, False),
+        (torch.float32, learned.detach(), 7, False),
+        (torch.float32, learned, 7, True),
     ]:
-        inputs = random_inputs(dtype=dtype, requires_grad=requires_grad)
-        assert module._explicit_is_faster(*inputs) is expected
-        with torch.no_grad():
-            assert not module._explicit_is_faster(*inputs)
+        query, key, _ = random_inputs(5, num_keys, dtype=dtype)
+        assert module._explicit_is_faster(query, key, bias) is expected
+    with torch.no_grad():
+        assert not module._explicit_is_faster(*random_inputs(5, 7)[:2], learned)
+
+
+@pytest.mark.parametrize("bias_shape", [(5, 7), (3, 5, 7), (1, 5, 7), (2, 3, 5, 7)])
+def test_attention_gives_the_fused_kernel_a_bias_that_it_takes(bias_shape):
+    """Of three axes beside queries of four, torch falls back on products that take three times as long."""
+    called = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            called.append(operation)
+            return operation(*args, **(kwargs or {}))
+
+    query, key, _ = random_inputs(5, 7)
+    with torch.no_grad(), Recorder():
+        attention(query, key, key, bias=torch.zeros(bias_shape, dtype=query.dtype), bias_is_finite=True)
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in called
 
 
 @pytest.mark.usefixtures("path")

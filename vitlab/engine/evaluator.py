@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from vitlab.engine.calibration import (
 )
 from vitlab.engine.distributed import ALONE, Processes
 from vitlab.engine.objectives import NATS, Objective, Step
+from vitlab.engine.packing import packed
 from vitlab.engine.statistics import Interval, bootstrap_intervals, wilson_interval
 from vitlab.models.network import device_of
 
@@ -300,7 +302,9 @@ def evaluate(
     was_training = objective.training
     objective.eval()
     scores = Scores(classes=classes, weights=weights, temperature=temperature)
-    try:
+    with ExitStack() as stack:
+        stack.callback(objective.train, was_training)
+        stack.enter_context(packed(objective))
         for batch in batches:
             images = preprocess.normalize(batch.images.to(device, non_blocking=True))
             batch = replace(batch, images=images, labels=batch.labels.to(device, non_blocking=True))
@@ -312,8 +316,6 @@ def evaluate(
                     objective(batch.blank())
             if on_batch is not None:
                 on_batch((len(batch.labels) + len(batch.errors)) * processes.count)
-    finally:
-        objective.train(was_training)
     own, *others = processes.gather(scores)
     if others:
         scores = own  # of process 0 on all of them

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitlab.engine.device import autocast_dtype
+from vitlab.engine.packing import has_packed_products
 from vitlab.errors import InputError
 from vitlab.layers.attention import attention
 from vitlab.layers.norm import RMSNorm
@@ -60,12 +61,6 @@ def resolve_precision(precision: DrawPrecision, device: torch.device) -> DrawPre
     if precision == "int8" and not (device.type == "cpu" and _has_int8()):
         raise InputError(f"precision int8 needs an x86 processor, and the device is {device}: use auto, bf16 or fp32")
     return precision
-
-
-def _has_packed() -> bool:
-    """Tell whether torch has oneDNN here, and its product with a matrix that lies ready in memory."""
-    has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _has_int8() -> bool:
@@ -263,7 +258,7 @@ def _linear(
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Linear:
-    if weight.device.type == "cpu" and weight.dtype != torch.float64 and _has_packed():
+    if weight.device.type == "cpu" and weight.dtype != torch.float64 and has_packed_products():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return lambda rows: F.linear(rows, weight, bias)

@@ -28,6 +28,7 @@ from torch import Tensor
 from vitlab.data.images import ImageError
 from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess
+from vitlab.engine.packing import packed
 from vitlab.models.imagegpt import ImageGPT
 from vitlab.models.network import BlockNetwork, Network, device_of
 from vitlab.models.timm_network import TimmNetwork
@@ -111,19 +112,20 @@ def read_features(
     parts: dict[int, list[NDArray[np.float32]]] = {layer: [] for layer in layers}
     labels: list[NDArray[np.int64]] = []
     errors: list[ImageError] = []
-    for batch in batches:
-        errors += batch.errors
-        if len(batch.labels):
-            images = preprocess.normalize(batch.images.to(device, non_blocking=True))
-            with torch.autocast(device.type, enabled=False):
-                for layer, vectors in enumerate(pooled_layers(network, images), start=1):
-                    if layer in parts:
-                        parts[layer].append(vectors.cpu().numpy())
-                    if layer == last:
-                        break
-            labels.append(batch.labels.numpy())
-        if on_batch is not None:
-            on_batch(len(batch.labels) + len(batch.errors))
+    with packed(network):
+        for batch in batches:
+            errors += batch.errors
+            if len(batch.labels):
+                images = preprocess.normalize(batch.images.to(device, non_blocking=True))
+                with torch.autocast(device.type, enabled=False):
+                    for layer, vectors in enumerate(pooled_layers(network, images), start=1):
+                        if layer in parts:
+                            parts[layer].append(vectors.cpu().numpy())
+                        if layer == last:
+                            break
+                labels.append(batch.labels.numpy())
+            if on_batch is not None:
+                on_batch(len(batch.labels) + len(batch.errors))
     if not labels:
         raise errors[0] if errors else AssertionError("batches without images")
     return Features(

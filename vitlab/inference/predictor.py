@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from vitlab.data.images import read_image
 from vitlab.data.loader import Batch
 from vitlab.engine.device import resolve_device
+from vitlab.engine.packing import pack
 from vitlab.errors import InputError
 from vitlab.models.files import checkpoint_path, load_model
 
@@ -56,6 +57,7 @@ class Predictor:
         self.path = checkpoint_path(Path(checkpoint))
         file.require_classes(checkpoint)
         self.network = file.network.float().eval()
+        pack(self.network)
         self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature
 
     def predict(self, images: Sequence[ImageLike]) -> NDArray[np.float32]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from vitlab.checks import require_multiple
 
-# Two products and a softmax took .7 to .9 of the fused time at 256 keys, 1.1 at 576 and 2 to 6 times it at 1,024.
+# Of the fused time, two products and a softmax took in training .7 to .9 at 256 keys, 1.1 at 576 and 2 to 6 at 1,024;
+# in inference .5 to .8 up to 577 keys, and 1.1 at 785.
 _MOST_EXPLICIT_KEYS = 512
 
 
@@ -44,7 +45,7 @@ def attention(
 
     Source: arXiv:1706.03762, eq. 1. Differs: the query is scaled before the product, so that float16 does not overflow.
     """
-    if _explicit_is_faster(query, key, value):
+    if _explicit_is_faster(query, key, bias):
         weights = attention_weights(
             query,
             key,
@@ -88,20 +89,22 @@ def attention_weights(
     return (scores + mask).softmax(dim=-1).masked_fill(sees_nothing, 0.0)
 
 
-def _explicit_is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _explicit_is_faster(query: Tensor, key: Tensor, bias: Tensor | None) -> bool:
     """Tell whether two matrix products and a softmax beat torch's fused attention.
 
-    They do in one case: training in bf16 or fp16 on a CPU, where the fused backward pass takes two to four times as
-    long up to a few hundred tokens. Everywhere else the fused kernels are as fast or faster, and need less memory.
+    They do on a CPU in two cases. In bf16 the fused forward pass takes up to twice and the backward pass two to four
+    times as long, up to a few hundred tokens. And a bias that is learned has no fused backward pass there: torch falls
+    back on products of its own, which take longer. Everywhere else, in fp16 too, the fused kernels are as fast or
+    faster, and need less memory.
     """
-    differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return differentiated and not is_fused(key.shape[-2], query.device, query.dtype)
+    learns_bias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    on_cpu = query.device.type == "cpu"
+    return (on_cpu and learns_bias) or not is_fused(key.shape[-2], query.device, query.dtype)
 
 
 def is_fused(num_keys: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether training takes torch's fused attention, which keeps no square of the tokens."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return not (device.type == "cpu" and half and num_keys <= _MOST_EXPLICIT_KEYS)
+    """Tell whether attention without a learned bias takes torch's fused kernel, which keeps no square of the tokens."""
+    return not (device.type == "cpu" and dtype == torch.bfloat16 and num_keys <= _MOST_EXPLICIT_KEYS)
 
 
 def _score_mask(
@@ -110,6 +113,8 @@ def _score_mask(
     """Join bias, padding and causality in one tensor to add to the scores, no larger than they need together."""
     N, M = query.shape[-2], key.shape[-2]
     mask = None if bias is None else bias.to(query.dtype)
+    if mask is not None and 2 < mask.ndim < query.ndim:  # else torch's fused kernels do not take it
+        mask = mask.view(*(1,) * (query.ndim - mask.ndim), *mask.shape)
     hidden = None
     if key_padding_mask is not None:
         batch_axes = key_padding_mask.shape[:-1]
