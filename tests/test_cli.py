@@ -72,7 +72,32 @@ def test_cli_gives_one_line_for_a_mistake(capsys, arguments, expected):
 def test_cli_names_an_unknown_key_of_a_file(capsys, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  epoch: 3\n", encoding="utf-8")
-    assert "unknown option --train.epoch: did you mean --train.epochs?" in fails(capsys, "train", "--config", str(path))
+    expected = f"{path}: unknown option --train.epoch: did you mean --train.epochs?"
+    assert expected in fails(capsys, "train", "--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("optim: {lr: -1}\n", "optim.lr is -1.0: give more than 0"),
+        ("optim: {lr: many}\n", "--optim.lr is many: give a number"),
+        ("modell: {name: vit_tiny}\n", "unknown option --modell.name: did you mean --model.name?"),
+        ("- 1\n", "a configuration has sections of fields, such as `optim: {lr: 0.001}`, and here is - 1"),
+        ("optim: {lr: 1}\noptim: {lr: 2}\n", "the key optim stands twice"),
+    ],
+)
+def test_cli_names_the_file_of_a_mistake(capsys, tmp_path, text, expected):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("train: {epochs: 2}\n", encoding="utf-8")
+    bad.write_text(text, encoding="utf-8")
+    for line in (["--config", str(good), "--config", str(bad)], [f"--config={bad}", "--train.seed", "3"]):
+        assert fails(capsys, "train", *line).startswith(f"vitlab: {bad}: {expected}")
+
+
+def test_cli_names_no_file_for_a_mistake_of_the_line(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {lr: -1}\n", encoding="utf-8")
+    assert str(path) not in fails(capsys, "train", "--config", str(path), "--optim.lr", "-2")
 
 
 @pytest.mark.parametrize("line", [["models"], ["models", "--json"], ["--help"]])
@@ -85,6 +110,14 @@ def test_cli_ends_quietly_where_nobody_reads_on(line):
     finally:
         os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
+@pytest.mark.parametrize("line", [["predict", "--help"], ["train", "--help"], ["train", "--print_config"], ["models"]])
+def test_cli_says_where_its_output_cannot_be_written(line):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-m", "vitlab", *line], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "vitlab: No space left on device\n")
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "explain", "probe"])

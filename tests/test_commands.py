@@ -92,6 +92,19 @@ def test_evaluate_skips_and_counts_unreadable_images(finished_run, color_folder,
     assert str(broken) in capsys.readouterr().out
 
 
+def test_evaluate_says_where_no_image_can_be_read(finished_run, tmp_path, capsys):
+    for name in ("red/a.png", "blue/b.png"):
+        (tmp_path / "val" / name).parent.mkdir(parents=True)
+        (tmp_path / "val" / name).write_bytes(b"no picture")
+    error = fails(capsys, "evaluate", finished_run, "--data", tmp_path, "--on_error", "skip")
+    assert f"none of 2 images can be read, such as {tmp_path / 'val' / 'blue' / 'b.png'}: not an image" in error
+
+
+@pytest.mark.parametrize("line", [["check", "digits"], ["compare", "NOWHERE", "NOWHERE"]])
+def test_an_unknown_device_is_refused_before_anything_is_read(capsys, line):
+    assert "no device is called gpu: give auto, cpu, cuda, cuda:0 or mps" in fails(capsys, *line, "--device", "gpu")
+
+
 def test_evaluate_refuses_other_classes(finished_run, color_folder, tmp_path, capsys):
     shutil.copytree(color_folder / "val", tmp_path / "val")
     (tmp_path / "val" / "red").rename(tmp_path / "val" / "crimson")
@@ -124,6 +137,8 @@ def test_predict_without_a_file_prints_a_table(finished_run, color_folder, capsy
         str(folder / f"00{number}.png") for number in range(4)
     ]
     assert printed.splitlines()[4] == "4 images classified, 0 unreadable, 0 other files"
+    assert run("predict", finished_run, folder / "000.png") == 0
+    assert capsys.readouterr().out.splitlines()[1] == "1 image classified, 0 unreadable, 0 other files"
 
 
 @pytest.mark.parametrize(
@@ -223,6 +238,28 @@ def test_name_of_a_file_is_refused_where_a_folder_is_written(tmp_path, monkeypat
     assert main(line) == 2
     assert f"is {line[-1]}, and a folder of several files is written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["explain", "run", "a.png", "--out="],
+        ["evaluate", "run", "--data", "images", "--report="],
+        ["predict", "run", "images", "--by_class="],
+    ],
+)
+def test_an_empty_name_is_not_the_folder_where_we_are(tmp_path, monkeypatch, capsys, line):
+    monkeypatch.chdir(tmp_path)
+    assert f"{line[-1].rstrip('=')} is empty: give a folder" in fails(capsys, *line)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--report", "--out", "--by_class"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path, capsys, option):
+    (tmp_path / "file").write_text("")
+    line = {"--report": ["evaluate", "run", "--data", "x"], "--out": ["explain", "run", "x"]}
+    arguments = [*line.get(option, ["predict", "run", "x"]), option, tmp_path / "file" / "a" / "b"]
+    assert f"cannot be written in ({tmp_path / 'file'} is a file): give another folder" in fails(capsys, *arguments)
 
 
 def test_text_in_place_of_a_model_file_is_told_from_a_damaged_one(tmp_path, capsys):

@@ -202,7 +202,7 @@ def test_dead_worker_is_one_line_and_no_step_is_lost(tiny_run, tmp_path, monkeyp
     newest = list_states(tmp_path / "run" / "resume")[0]
     assert 23 <= int(newest.name.removeprefix("step-")) < 40
     assert "a loader process died" in error
-    assert "set data.workers lower than 2" in error
+    assert "give fewer workers than 2" in error
     assert error.endswith(f"; the state of {newest.name.replace('-', ' ')} is saved in {newest}\n")
     assert ends(capsys, line) == (0, "")
     assert_same_end(whole, tmp_path / "run")

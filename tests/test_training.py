@@ -297,6 +297,12 @@ def test_resume_refuses_another_configuration_and_names_the_fields(tiny_run, mon
     crash_in_epoch(monkeypatch, 2, tiny_run(train__epochs=3))
     with pytest.raises(InputError, match=r"optim.lr was 0.003, is 0.5"):
         run_training(tiny_run(train__epochs=3, optim__lr=0.5))
+    many = {"optim__lr": 0.5, "optim__min_lr": 0.1, "optim__weight_decay": 0.2, "train__seed": 3, "data__channels": 1}
+    with pytest.raises(InputError) as caught:
+        run_training(tiny_run(train__epochs=3, **many))
+    own = Path(tiny_run().train.run_dir) / "config.yaml"
+    assert str(caught.value).count(" was ") == 3
+    assert f"; and 2 more): set them back (--config {own} has them all), or give" in str(caught.value)
 
 
 def test_resume_goes_on_from_a_state_that_lacks_a_field_with_its_default(tiny_run, monkeypatch):
@@ -407,6 +413,14 @@ def test_fine_tuning_on_other_classes_loads_all_but_the_head_and_says_so(
     lines = capsys.readouterr().out.splitlines()
     assert "30 parameters loaded from vitlab names; reinitialised head.weight, head.bias" in lines
     assert load_model(run).classes == ("day", "night")
+    assert not any("--model.image_size" in line for line in lines)  # it was given
+
+
+def test_a_network_that_weights_bring_along_says_where_its_image_size_comes_from(tiny_run, finished_run, capsys):
+    left_open = {"model__name": None, "model__image_size": None, "model__overrides": {}}
+    run_training(tiny_run(**left_open, model__weights=str(finished_run), train__epochs=1), console=Console())
+    line = f"images 8x12, as {finished_run} has them: --model.image_size takes others"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_weights_are_those_of_the_source_before_the_first_step(tiny_run, finished_run, monkeypatch):

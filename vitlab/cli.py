@@ -5,10 +5,11 @@ Each command takes a dataclass of options and lives in `vitlab.commands` under i
 
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import islice, takewhile
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import IO, Any, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 
@@ -91,6 +92,9 @@ class Parser(ArgumentParser):  # type: ignore[misc]
         """Raise the line instead of printing a usage and a traceback."""
         raise InputError(_one_line(message, self._option_names()))
 
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        (file or sys.stderr).write(message)  # argparse would keep silent of a full disk
+
     def _option_names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
 
@@ -169,16 +173,38 @@ def _parse_run(parser: Parser, arguments: list[str]) -> RunConfig:
     parser.add_class_arguments(RunConfig, None)
     arguments = _join_lists(_files_first(arguments))
     try:
+        return _read_run(parser, arguments)
+    except InputError as error:
+        raise _naming_its_file(error, parser, arguments) from error
+
+
+def _read_run(parser: Parser, arguments: list[str]) -> RunConfig:
+    try:
         namespace = parser.parse_args(arguments)
         named = namespace.config, namespace.model.name, namespace.model.weights
         if named == (None, None, None) and namespace.data.root == RunConfig().data.root:
             namespace = parser.parse_args(["--config", str(shipped_config(DIGITS_RECIPE)), *arguments])
         return _build(parser, namespace)
-    except InputError:
+    except (InputError, OSError):
         raise
     except Exception as error:  # YAML can hold anything, and the parser meets some of it unprepared
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"the configuration cannot be read ({reason}): compare it with --print_config") from error
+
+
+def _naming_its_file(error: InputError, parser: Parser, arguments: list[str]) -> InputError:
+    """Put a file's name before an error that the file alone gives, too."""
+    for at, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        file = value or "".join(arguments[at + 1 : at + 2])
+        if name != "--config" or not file or file in str(error):
+            continue
+        try:
+            _read_run(parser, ["--config", file])
+        except InputError as alone:
+            if str(alone) == str(error):
+                return InputError(f"{file}: {error}")
+    return error
 
 
 def _files_first(arguments: list[str]) -> list[str]:
@@ -254,6 +280,7 @@ _TYPES = {
 def _one_line(message: str, options: list[str]) -> str:
     """Turn a parser's message into one line in the words of the command line."""
     text = re.sub(r'^Parser key "([\w.]+)": ', r"--\1: ", " ".join(message.split()))
+    text = re.sub(r"^Option '([\w.]+)' is not accepted.*", r"unrecognized arguments: --\1", text)
     if match := re.search(r"(?:[Uu]nrecognized arguments:|does not accept option) '?(-*[\w.]+)", text):
         group = re.search(r"Group '(\w+)' does not accept", text)
         given = f"--{group[1]}.{match[1]}" if group else match[1]
@@ -268,6 +295,8 @@ def _one_line(message: str, options: list[str]) -> str:
         field = _MAIN_FIELDS.get(match[1])
         hint = f"did you mean --{match[1]}.{field} {match[2]}?" if field else "--help lists its options"
         return f"--{match[1]} takes a YAML file of its section, and {match[2]} is none: {hint}"
+    if match := re.match(r"Unexpected config: (.{1,40})", text):
+        return f"a configuration has sections of fields, such as `optim: {{lr: 0.001}}`, and here is {match[1]}"
     if match := re.search(r"arguments are required: (.*)", text):
         names = [name if f"--{name}" not in options else f"--{name}" for name in match[1].split(", ")]
         return f"missing {', '.join(names)}: --help lists what the command needs"

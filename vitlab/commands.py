@@ -27,8 +27,16 @@ from vitlab.outputs import (
     write_json,
 )
 from vitlab.pixel_commands import complete, palette, sample
-from vitlab.printing import print_comparison, print_configs, print_models, print_proposals, print_scores
-from vitlab.text import progress_bar, say
+from vitlab.printing import (
+    print_comparison,
+    print_configs,
+    print_counts,
+    print_models,
+    print_proposals,
+    print_sameness,
+    print_scores,
+)
+from vitlab.text import counted, progress_bar, say
 
 __all__ = [
     "check",
@@ -47,15 +55,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vitlab.engine.distributed import Processes
-    from vitlab.inference.folder import Predictions
-    from vitlab.inference.sameness import Sameness
 
 
 def check(options: CheckOptions) -> int:
     """`vitlab check`: look at every image of a data set, and say what is wrong."""
+    from vitlab.engine.device import resolve_device
     from vitlab.inference.check import check_data
     from vitlab.inference.check_report import refuse_inside, require_outside
 
@@ -64,6 +69,7 @@ def check(options: CheckOptions) -> int:
         refuse_inside("json", Path(options.json), options.data)
     check_outputs(json=options.json)
     check_folder("report", options.report)
+    resolve_device(options.device)
     if options.report is not None:
         require_outside(Path(options.report), options.data)
     with progress_bar(console) as progress:
@@ -154,32 +160,27 @@ def _evaluate(options: EvaluateOptions, processes: "Processes") -> int:
 
 def compare(options: CompareOptions) -> int:
     """`vitlab compare`: two runs, or the same seeds of two recipes, on the same images and bit for bit."""
+    from vitlab.engine.device import resolve_device
     from vitlab.inference.compare import compare_runs, compare_without_scores
 
     console = Console()
     check_outputs(json=options.json)
+    resolve_device(options.device)
     if bits := compare_without_scores(options):
         result = bits.to_dict()
         print_configs(console, result)
-        _print_sameness(console, bits.sameness, identical=bits.identical)
+        print_sameness(console, bits.sameness, identical=bits.identical)
         write_json(console, options.json, result)
         return 0 if bits.identical else DIFFERENT
     with progress_bar(console) as progress:
         comparison = compare_runs(options, say=lambda line: say(console, line), progress=progress)
     result = comparison.to_dict()
     print_comparison(console, result)
-    _print_sameness(console, {pair.name: pair.sameness for pair in comparison.pairs}, identical=comparison.identical)
+    print_sameness(console, {pair.name: pair.sameness for pair in comparison.pairs}, identical=comparison.identical)
     write_json(console, options.json, result)
     if comparison.skipped:
         return SKIPPED_SOME
     return 0 if comparison.identical else DIFFERENT
-
-
-def _print_sameness(console: Console, pairs: "Mapping[str, Sameness]", *, identical: bool) -> None:
-    for name, sameness in pairs.items():
-        for line in sameness.lines():
-            say(console, f"{name}: {line}" if name else line)
-    say(console, "the runs are " + ("identical to the last bit" if identical else "not identical"))
 
 
 def predict(options: PredictOptions) -> int:
@@ -197,6 +198,7 @@ def _predict(options: PredictOptions, processes: "Processes") -> int:
     from vitlab.inference.tables import describe, predictions_table
 
     console = Console(quiet=not processes.is_main)
+    check_folder("by_class", options.by_class)
     out, embeddings, by_class = (
         None if path is None else Path(path) for path in (options.out, options.embeddings, options.by_class)
     )
@@ -223,19 +225,8 @@ def _predict(options: PredictOptions, processes: "Processes") -> int:
             say(console, describe(row))
     for error in result.errors if not result.rows else ():
         say(console, f"unreadable: {error}")
-    _say_counts(console, result, out=out)
+    print_counts(console, result, out=out)
     return SKIPPED_SOME if result.unreadable else 0
-
-
-def _say_counts(console: Console, result: "Predictions", *, out: Path | None) -> None:
-    counts = [f"{result.count} images classified", f"{result.unreadable} unreadable", f"{result.ignored} other files"]
-    for number, what in (
-        (result.abstained, "without a label"),
-        (result.copied, "copied"),
-        (result.resumed, "done before"),
-    ):
-        counts += [f"{number} {what}"] if number else []
-    say(console, ", ".join(counts) + ("" if out is None else f": {out}"))
 
 
 def probe(options: ProbeOptions) -> int:
@@ -283,7 +274,7 @@ def explain(options: ExplainOptions) -> int:
         )
     for line in (*(f"note: {note}" for note in result.notes), *(f"unreadable: {error}" for error in result.errors)):
         say(console, line)
-    say(console, f"{result.count} images explained, {len(result.errors)} unreadable: {options.out}")
+    say(console, f"{counted(result.count, 'image')} explained, {len(result.errors)} unreadable: {options.out}")
     return SKIPPED_SOME if result.errors else 0
 
 

@@ -44,9 +44,17 @@ def check_outputs(
 
 
 def check_folder(name: str, path: str | None) -> None:
-    """Refuse the name of a file where a folder is written."""
-    if path is not None and Path(path).suffix.lower() in _FILE_SUFFIXES and not Path(path).is_dir():
+    """Refuse what no folder can be written to before the work; an empty name would be the folder where we are."""
+    if path is None:
+        return
+    if path == "":
+        raise InputError(f"--{name} is empty: give a folder, and . for the current one")
+    if Path(path).suffix.lower() in _FILE_SUFFIXES and not Path(path).is_dir():
         raise InputError(f"--{name} is {path}, and a folder of several files is written: give a name without a suffix")
+    nearest = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        what = "read-only" if nearest.is_dir() else "a file"
+        raise InputError(f"--{name} {path} cannot be written in ({nearest} is {what}): give another folder")
 
 
 def write_json(console: Console, path: str | None, result: dict[str, Any], *, what: str = "scores") -> None:

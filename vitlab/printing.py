@@ -7,9 +7,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from vitlab.text import printable, say
+from vitlab.text import counted, printable, say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from vitlab.inference.folder import Predictions
+    from vitlab.inference.sameness import Sameness
     from vitlab.models.proposals import Proposal
 
 
@@ -73,14 +78,14 @@ def print_scores(console: Console, result: dict[str, Any]) -> None:
     say(
         console,
         f"{result['split']} split of {result['data']}: {headline(result, result.get('intervals'))}{error}, "
-        f"{result['count']} images ({result['weights']} weights)",
+        f"{counted(result['count'], 'image')} ({result['weights']} weights)",
     )
     if "per_class" in result:
         _print_classes(console, result)
     for unread in result["unreadable"]:
         say(console, f"skipped {unread['path']}: {unread['reason']}")
     if result["unreadable"]:
-        say(console, f"{len(result['unreadable'])} images could not be read and are in no count")
+        say(console, f"left out of every count: {counted(len(result['unreadable']), 'image')} that could not be read")
 
 
 def _print_classes(console: Console, result: dict[str, Any]) -> None:
@@ -96,9 +101,10 @@ def _print_classes(console: Console, result: dict[str, Any]) -> None:
     say(console, f"calibration error (ECE) {percent(result['ece'], intervals['ece'])}, Brier {result['brier']:.4f}")
     if result["temperature"] != 1.0:
         loss, ece, brier = (result["calibrated"][name] for name in ("loss", "ece", "brier"))
+        of = " of the classes" if "bits_per_pixel" in result else ""
         say(
             console,
-            f"as predict has it, at the file's temperature {result['temperature']:.3f}: loss {loss:.4f}, "
+            f"as predict has it, at the file's temperature {result['temperature']:.3f}: loss{of} {loss:.4f}, "
             f"ECE {ece:.2%}, Brier {brier:.4f}",
         )
     table = Table("class", "images", "precision", "recall", "F1")
@@ -134,12 +140,14 @@ def print_comparison(console: Console, result: dict[str, Any]) -> None:
     from vitlab.inference.compare import pairs_table, points
 
     print_configs(console, result)
-    say(console, f"{result['split']} split of {result['data']}: {result['count']} images that all runs could read")
+    read = f"{counted(result['count'], 'image')} that all runs could read"
+    say(console, f"{result['split']} split of {result['data']}: {read}")
     for pair in result["pairs"]:
         for side in ("a", "b"):
             one = pair[side]
             scores = headline(one, one["intervals"])
-            say(console, f"{side.upper()} {one['path']}: {scores}, {one['count']} images ({one['weights']} weights)")
+            images = counted(one["count"], "image")
+            say(console, f"{side.upper()} {one['path']}: {scores}, {images} ({one['weights']} weights)")
     console.print(pairs_table(result))
     seeds = len(result["pairs"])
     of, covers = ("", "the choice of images; another seed may differ by more")
@@ -147,3 +155,25 @@ def print_comparison(console: Console, result: dict[str, Any]) -> None:
         of, covers = f", mean of {seeds} seeds", "the choice of images and of seeds"
     difference = points(result["difference"], result["interval"])
     say(console, f"top-1 of A minus B: {difference} points{of}; the 95% interval covers {covers}")
+
+
+def print_sameness(console: Console, pairs: "Mapping[str, Sameness]", *, identical: bool) -> None:
+    """Print at which step two runs part and what differs, of each pair, and the verdict."""
+    for name, sameness in pairs.items():
+        for line in sameness.lines():
+            say(console, f"{name}: {line}" if name else line)
+    say(console, "the runs are " + ("identical to the last bit" if identical else "not identical"))
+
+
+def print_counts(console: Console, result: "Predictions", *, out: "Path | None") -> None:
+    """Print how many images became what, and where the rows are."""
+    counts = [f"{counted(result.count, 'image')} classified", f"{result.unreadable} unreadable"]
+    counts.append(counted(result.ignored, "other file"))
+    for number, what in (
+        (result.abstained, "without a label"),
+        (result.copied, "copied"),
+        (result.resumed, "done before"),
+        (result.remade, "done again after a change"),
+    ):
+        counts += [f"{number} {what}"] if number else []
+    say(console, ", ".join(counts) + ("" if out is None else f": {out}"))

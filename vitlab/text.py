@@ -27,11 +27,16 @@ def file_name(text: str, *, longest_bytes: int = 200) -> str:
     Names of two texts may be one. What is harmless stays as it is; of what is too long the suffix stays.
     """
     harmless = "".join(char if char.isprintable() and char not in _NOT_IN_FILES else "_" for char in text)
-    harmless = harmless.strip(" ").lstrip(".-").rstrip(". ") or "_"
-    _, dot, suffix = harmless.rpartition(".")
-    end = f".{suffix}".encode() if dot and len(suffix) <= 10 else b""
-    kept = harmless.encode()[: len(harmless.encode()) - len(end)][: longest_bytes - len(end)]
-    return kept.decode(errors="ignore") + end.decode()
+    harmless = harmless.rstrip(". ")
+    stem, _, suffix = harmless.rpartition(".")
+    end = f".{suffix}" if stem and len(suffix) <= 10 else ""  # behind a dot in front is no suffix, but a hidden name
+    stem = harmless.removesuffix(end).lstrip(" .-") or "_"
+    return stem.encode()[: longest_bytes - len(end.encode())].decode(errors="ignore") + end
+
+
+def counted(count: int, noun: str) -> str:
+    """Write a number of things: `1 image`, `12 images`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -165,7 +165,7 @@ def test_load_dataset_notes_what_it_leaves_out(tmp_path, write_classes, write_im
     write_image(tmp_path / "train/loose.png")
     (tmp_path / "annotations").mkdir()
     notes = load(tmp_path).notes
-    assert any("1 images in no class folder" in note for note in notes)
+    assert any("1 image in no class folder" in note for note in notes)
     assert any("annotations" in note for note in notes)
 
 
@@ -179,7 +179,7 @@ def test_load_dataset_explains_roots_of_another_layout(tmp_path, write_classes, 
     for name, message in {
         "gone": "gone does not exist",
         "images/a.png": "is a file: give the folder",
-        "images": "holds 1 images but no class folders",
+        "images": "holds 1 image but no class folders",
         "single": "only one class folder, only",
         "up": f"only one class folder, set.*perhaps {tmp_path}/up/set was meant",
         "eval": "has val but no train folder",

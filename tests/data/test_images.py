@@ -428,5 +428,5 @@ def test_list_images_refuses_missing_and_empty(tmp_path):
     with pytest.raises(InputError, match="gone does not exist"):
         list_images([tmp_path / "gone"])
     (tmp_path / "notes.txt").write_text("no image")
-    with pytest.raises(InputError, match=r"no images in .* \(1 other files\)"):
+    with pytest.raises(InputError, match=r"no images in .* \(1 other file\)"):
         list_images([tmp_path])

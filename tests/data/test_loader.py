@@ -1,7 +1,11 @@
+import gc
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +39,11 @@ def listed(folder):
 
 def eval_transform(size=(16, 12), **fields):
     return EvalTransform(Preprocess(image_size=size, **fields))
+
+
+def test_loader_takes_more_workers_than_cores_without_a_warning():
+    """Warnings are errors here, and torch has one for that."""
+    assert Loader(array_split(), eval_transform(), batch_size=4, workers=1000).workers == 1000
 
 
 def train_transform():
@@ -229,10 +238,56 @@ def test_loader_shows_a_lost_worker_as_one_line(make_loader):
     next(batches)
     assert signal.getsignal(signal.SIGCHLD) == before
     os.kill(loader._loader._iterator._workers[0].pid, signal.SIGBUS)
-    with pytest.raises(RunError, match=r"shared memory .* data\.workers lower than 1") as caught:
+    with pytest.raises(RunError, match=r"shared memory .* fewer workers than 1") as caught:
         list(batches)
     assert "\n" not in str(caught.value)
     assert len(order(loader, 1)) == 400  # new workers take over, should the caller go on
+
+
+def test_loader_ends_where_a_batch_cannot_be_handed_over(make_loader):
+    """A full /dev/shm, and this limit, meet the worker's sending thread, which Python has print it and go on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"shared memory .* fewer workers than 1"):
+            list(make_loader(batch_size=8, workers=1).epoch(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_loader_that_cannot_start_all_workers_leaves_none(make_loader, monkeypatch):
+    started, start = [], multiprocessing.Process.start
+
+    def fail_at_the_second(process):
+        if started:
+            raise OSError(28, "No space left on device")
+        started.append(process)
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", fail_at_the_second)
+    with pytest.raises(
+        RunError, match=r"cannot be started \(No space left on device\): give fewer workers than 2"
+    ):
+        next(make_loader(workers=2).epoch(0))
+    gc.collect()  # what torch would leave as an error of its own
+    started[0].join(10)
+    assert started[0].exitcode == -signal.SIGKILL
+
+
+def test_loader_does_not_wait_for_a_worker_that_does_not_end(make_loader, monkeypatch):
+    def init(worker):
+        init_worker(worker)
+        threading.Thread(target=time.sleep, args=(100,)).start()
+
+    init_worker = module._init_worker
+    monkeypatch.setattr(module, "_init_worker", init)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    loader = make_loader(workers=1)
+    next(loader.epoch(0))
+    worker = loader._loader._iterator._workers[0]
+    loader.close()
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_loader_passes_on_an_error_inside_a_worker(make_loader):

@@ -176,6 +176,18 @@ def test_report_is_readable_light_and_dark_wide_and_narrow(browser, report, dark
     assert complaints(browser) == []
 
 
+def test_report_shows_a_number_beside_a_long_name_on_a_narrow_screen(browser, report):
+    look(browser, width=390)
+    script = """
+    const cell = document.querySelector("#per-class tbody td");
+    cell.textContent = "x".repeat(200);
+    return cell.nextElementSibling.getBoundingClientRect().right;
+    """
+    right = browser.execute_script(script)
+    browser.get(report)
+    assert right < 390
+
+
 @pytest.fixture(scope="module")
 def tensorboard(color_config, noise_folder, tmp_path_factory):
     """Serve a run on a free port of this machine, by a thread that ends with the tests; give the address."""

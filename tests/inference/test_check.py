@@ -295,5 +295,5 @@ def test_check_refuses_what_is_no_data_set(tmp_path):
         check_data(tmp_path / "nowhere")
     (tmp_path / "flat").mkdir()
     picture(0).save(tmp_path / "flat/0.png")
-    with pytest.raises(InputError, match="holds 1 images but no class folders"):
+    with pytest.raises(InputError, match="holds 1 image but no class folders"):
         check_data(tmp_path / "flat")

@@ -148,11 +148,26 @@ def test_explain_shows_what_each_family_has(name, size, objective, expected, pho
         np.testing.assert_allclose(np.load(out / "1-cat.npz")["surprisal"], nats, rtol=1e-5)
 
 
+def test_explain_says_which_networks_of_pixels_it_takes(photos, tmp_path, capsys):
+    shape = SMALL["imagegpt_small"] | {"causal": False}
+    network = create_model("imagegpt_small", num_classes=3, image_size=(4, 6), **shape)
+    record = Preprocess(image_size=(4, 6), mean=(0.5,) * 3, std=(0.5,) * 3)
+    saved = {"preprocess": record, "metrics": {}, "data": {}, "objective": {"name": "masked_pixel"}}
+    save_model(tmp_path / "model.safetensors", network, classes=list("xyz"), **saved)
+    assert run("explain", tmp_path / "model.safetensors", photos / "a", "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "give one that objective.name classification, joint or next_pixel trained" in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["PHOTOS", "--out", "OUT", "--class", "oul"], "unknown class oul: did you mean owl?"),
-        (["PHOTOS", "--out", "OUT", "--layers", "3"], "--layers holds 3, and vit_tiny has 2 blocks"),
+        (
+            ["PHOTOS", "--out", "OUT", "--layers", "3"],
+            "--layers holds 3, and vit_tiny has 2 blocks: give numbers up to that",
+        ),
         (["PHOTOS", "--out", "OUT", "--layers", "x"], "--layers is x: give numbers from 1 on"),
         (
             ["PHOTOS", "--out", "PHOTOS"],
@@ -160,7 +175,7 @@ def test_explain_shows_what_each_family_has(name, size, objective, expected, pho
         ),
         (["PHOTOS/b/bad.png", "--out", "OUT"], "bad.png: not an image"),
         (["PHOTOS", "--out", "PHOTOS/a/cat.png"], "a folder of several files is written"),
-        (["PHOTOS", "--out", "PHOTOS/a/cat.png/maps"], "cannot be made"),
+        (["PHOTOS", "--out", "PHOTOS/a/cat.png/maps"], "cat.png is a file): give another folder"),
         (["NOWHERE", "--out", "OUT"], "NOWHERE does not exist"),
         (["PHOTOS", "--out", "OUT", "--batch_size", "0"], "--batch_size is 0"),
     ],

@@ -115,6 +115,20 @@ def test_headlines_are_the_scores_with_their_intervals_and_calibrated_values():
     assert rows["calibration error"][0] == f"{result['ece']:.1%}"
 
 
+def test_headlines_of_classes_and_pixels_do_not_compare_two_losses():
+    result = scores_of(torch.eye(3), torch.tensor([0, 1, 1]), ("a", "b", "c"), 2.0).to_dict() | {"bits_per_pixel": 1.5}
+    rows = {name: rest for name, *rest in headlines(result)}
+    assert rows["classes and pixels, nats"][2] == ""
+    assert rows["bits a pixel"] == ["1.5000", "", ""]
+    assert rows["Brier score"][2] == f"{result['calibrated']['brier']:.4f}"
+
+
+def test_report_counts_the_images_that_were_checked_and_names_what_lists_all(model_of, tmp_path):
+    page, _ = report_of(model_of(tuple(f"class {number:02d}" for number in range(40))), 120, tmp_path / "report")
+    assert "Of 120 images of this split" in page
+    assert re.search(r"and [0-9]+ more; vitlab check --json lists all", page)
+
+
 def test_conformal_sets_are_those_of_one_process_whatever_their_number():
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(41, 4, generator=generator), torch.arange(41) % 4

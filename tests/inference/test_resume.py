@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -186,7 +188,8 @@ def test_resume_makes_rows_anew_from_the_first_changed_image_on(predict, images,
     with pytest.raises(Interrupted):
         predict("rows.csv", stop_at=4)  # parts of 8 and 4
     Image.new("RGB", (8, 8), (1, 200, 3)).save(images / name)
-    assert predict("rows.csv", resume=True)[0].resumed == kept
+    result, _ = predict("rows.csv", resume=True)
+    assert (result.resumed, result.remade) == (kept, 12 - kept)
     predict("whole.csv")
     assert rows_of(tmp_path / "out" / "rows.csv") == rows_of(tmp_path / "out" / "whole.csv")
 
@@ -199,9 +202,13 @@ def test_resume_meets_images_that_came_and_went(predict, images, tmp_path):
         predict("rows.csv", stop_at=4)
     (images / "009.png").unlink()
     shutil.copy(images / "001.png", images / "100.png")
-    assert predict("rows.csv", resume=True)[0].resumed == 8
+    result, _ = predict("rows.csv", resume=True)
+    assert (result.resumed, result.remade) == (8, 4)
     predict("whole.csv")
     assert rows_of(tmp_path / "out" / "rows.csv") == rows_of(tmp_path / "out" / "whole.csv")
+    (images / "009.png").write_bytes(b"")
+    result, _ = predict("rows.csv", resume=True)  # of a finished file no parts are left to go on from
+    assert (result.resumed, result.remade) == (0, 23)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +245,34 @@ def test_an_output_that_cannot_be_made_ends_before_the_work(predict, tmp_path):
     with pytest.raises(RunError, match=r"cannot write .*vectors\.npy: (Not a directory|File exists)"):
         predict("rows.csv", stop_at=1, failure=AssertionError, embeddings=vectors)
     assert not parts_of(tmp_path / "out" / "rows.csv").exists()
+
+
+@contextmanager
+def longest_file(size):
+    """Let no file grow beyond so many bytes, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_full_disk_is_one_line_and_what_is_done_is_kept(predict, tmp_path, suffix):
+    folder = tmp_path / "out"
+    whole, out, embeddings = folder / f"whole.{suffix}", folder / f"rows.{suffix}", folder / "vectors.npy"
+    predict(whole, embeddings=folder / "whole.npy")
+    too_large = "File too large; an earlier file stays as it was"
+    with longest_file(100), pytest.raises(RunError, match=rf"^cannot write .*vectors\.npy: {too_large}$"):
+        predict(out, embeddings=embeddings)
+    kept = rf"^cannot write .*: {too_large}; the rows of [0-9]+ of 23 images are kept; to go on: the same command with"
+    with longest_file(whole.stat().st_size - 1), pytest.raises(RunError, match=kept):
+        predict(out, embeddings=embeddings)
+    assert not out.exists()
+    assert predict(out, embeddings=embeddings, resume=True)[0].resumed > 0
+    assert rows_of(out) == rows_of(whole)
+    np.testing.assert_array_equal(np.load(embeddings), np.load(folder / "whole.npy"))
 
 
 def test_two_processes_do_not_write_one_file(predict, tmp_path):

@@ -9,6 +9,7 @@ from vitlab.data import cifar, idx, manifest
 from vitlab.data.images import is_junk, scan_folder
 from vitlab.data.splits import SPLIT_NAMES, Dataset, FileSplit, Split, locate_split, match_classes, split_validation
 from vitlab.errors import InputError
+from vitlab.text import counted
 
 LAYOUT = (
     "the layout is ROOT/train/CLASS/IMAGE with ROOT/val/CLASS/IMAGE beside it, or ROOT/CLASS/IMAGE; "
@@ -41,9 +42,10 @@ class ClassFolders:
         """Say what was left out."""
         notes = []
         if self.ignored:
-            notes.append(f"{self.folder}: {len(self.ignored)} other files ignored, such as {self.ignored[0]}")
+            others = counted(len(self.ignored), "other file")
+            notes.append(f"{self.folder}: {others} ignored, such as {self.ignored[0]}")
         if self.loose:
-            notes.append(f"{self.folder}: {self.loose} images in no class folder ignored")
+            notes.append(f"{self.folder}: {counted(self.loose, 'image')} in no class folder ignored")
         return notes
 
 
@@ -80,7 +82,8 @@ def load_folder_parts(root: Path) -> Dataset:
     scans = {name: _scan_classes(folder) for name, folder in (parts or {"all": root}).items()}
     if not any(scan.count for scan in scans.values()):
         loose = sum(scan.loose for scan in scans.values())
-        raise InputError(f"{root} holds {loose} images but no class folders with images: {LAYOUT}{_hint(root)}")
+        held = f"{counted(loose, 'image')} but no class folders with images"
+        raise InputError(f"{root} holds {held}: {LAYOUT}{_hint(root)}")
     classes = sorted({name for scan in scans.values() for name in scan.images})
     notes = _unused(root, parts) + [line for scan in scans.values() for line in scan.notes()]
     splits = {
@@ -158,7 +161,8 @@ def _scan_classes(folder: Path) -> ClassFolders:
 
 def _check_training(scan: ClassFolders, root: Path, *, allow_empty_classes: bool) -> None:
     if not scan.count and scan.loose:
-        raise InputError(f"{scan.folder} holds {scan.loose} images but no class folders: {LAYOUT}{_hint(root)}")
+        held = f"{counted(scan.loose, 'image')} but no class folders"
+        raise InputError(f"{scan.folder} holds {held}: {LAYOUT}{_hint(root)}")
     if not scan.count:
         raise InputError(f"{scan.folder} holds no images: {LAYOUT}{_hint(root)}")
     if len(scan.images) < 2:
@@ -178,7 +182,7 @@ def _matching(folder: Path, name: str, train: ClassFolders) -> tuple[Split, list
     """Read a split beside `train`, its labels in training's class order."""
     scan = _scan_classes(folder)
     if not scan.count:
-        raise InputError(f"{folder} holds {scan.loose} images but no class folders with images: {LAYOUT}")
+        raise InputError(f"{folder} holds {counted(scan.loose, 'image')} but no class folders with images: {LAYOUT}")
     unseen = [name for name, paths in scan.images.items() if paths and name not in train.images]
     if unseen:
         raise InputError(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vitlab.data.decoders import MEMORY_LIMIT, Shrink, UnreadableError, decode
 from vitlab.errors import InputError
+from vitlab.text import counted
 
 IMAGE_SUFFIXES = frozenset(
     (
@@ -155,7 +156,8 @@ def list_images(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Path], li
             raise InputError(f"{path} does not exist: give image files or folders of images")
     if not images:
         where = ", ".join(map(str, given)) or "the empty list of paths"
-        raise InputError(f"no images in {where} ({len(ignored)} other files): give files such as .jpg, .png or .webp")
+        others = counted(len(ignored), "other file")
+        raise InputError(f"no images in {where} ({others}): give files such as .jpg, .png or .webp")
     return [Path(path) for path in sorted(images)], [Path(path) for path in sorted(ignored - images)]
 
 

@@ -6,6 +6,7 @@ the same for any number of workers, and after any interruption.
 
 import atexit
 import multiprocessing
+import multiprocessing.queues
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from vitlab.checks import require
 from vitlab.data.augment import TrainTransform
@@ -132,7 +134,7 @@ class Loader:
             split.labels, batch_size, seed, shuffle=shuffle, repeats=repeats, balanced=balanced, part=part
         )
         self._close_at_exit = partial(_close, weakref.ref(self))  # weak: a forgotten loader is still collected
-        self._loader: DataLoader[Batch] = DataLoader(
+        self._loader = _TorchLoader(
             _Samples(split, transform, seed),
             batch_sampler=self._keys,
             num_workers=self.workers,
@@ -168,12 +170,15 @@ class Loader:
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                if not self._lost_worker(error):
+                if self._lost_worker(error):
+                    what = "a loader process died, as it does when memory or shared memory (/dev/shm) runs out"
+                elif batches is None and isinstance(error, OSError):
+                    what = f"loader processes cannot be started ({error.strerror or error})"
+                else:
                     raise
                 self.close()
                 raise RunError(
-                    "a loader process died, as it does when memory or shared memory (/dev/shm) runs out: "
-                    f"set data.workers lower than {self.workers} (0 needs no shared memory), or enlarge it"
+                    f"{what}: give fewer workers than {self.workers} (0 needs no shared memory), or enlarge it"
                 ) from error
             if batch.errors and self.on_error == "stop":
                 first = batch.errors[0]
@@ -216,6 +221,8 @@ class Loader:
         iterator: Any = self._loader._iterator
         if iterator is not None:
             iterator._shutdown_workers()
+            for worker in iterator._workers:  # torch has waited and sent SIGTERM, which ours ignore
+                worker.kill()
             self._loader._iterator = None
 
 
@@ -223,6 +230,29 @@ def _close(reference: "weakref.ref[Loader]") -> None:
     loader = reference()
     if loader is not None:
         loader.close()
+
+
+class _TorchLoader(DataLoader[Batch]):
+    """Torch's loader, which takes more processes than there are cores without a warning: the user asked for them."""
+
+    def check_worker_number_rationality(self) -> None:
+        pass
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        return super()._get_iterator() if self.num_workers == 0 else _TorchIterator(self)
+
+
+class _TorchIterator(_MultiProcessingDataLoaderIter):
+    """Torch's iterator, which leaves nothing behind where it cannot be made to its end."""
+
+    def __init__(self, loader: DataLoader[Batch]) -> None:
+        try:
+            super().__init__(loader)
+        except OSError:
+            for worker in getattr(self, "_workers", ()):
+                worker.kill()
+            self._shutdown = True  # else its end would be an error of its own
+            raise
 
 
 class _Samples(TorchDataset[Batch]):
@@ -276,9 +306,15 @@ def _init_worker(worker: int) -> None:
 
     for number in _LEFT_TO_MAIN:
         signal.signal(number, signal.SIG_IGN)
+    # A batch that cannot be handed over, as where /dev/shm is full, would only be printed, and waited for without end.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_at_once)  # type: ignore[attr-defined]
     threading.Thread(target=_end_with_main_process, daemon=True).start()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+
+
+def _end_at_once(error: Exception, what: object) -> None:
+    os._exit(1)
 
 
 def _end_with_main_process() -> None:

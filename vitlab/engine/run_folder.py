@@ -39,6 +39,8 @@ _FREE = (
 )
 # The total length may change; the schedule is then that of the new total from the state's step on.
 _LENGTH = ("train.epochs", "train.steps", "train.patience")
+_NAMED_CHANGES = 3
+"""So many settings that differ are named."""
 
 
 class RunFolder:
@@ -258,9 +260,12 @@ def _check_same_run(before: dict[str, Any], config: RunConfig, state: Path, say:
     changed = [key for key in changed if not key.startswith(_FREE)]
     altering = [key for key in changed if key not in _LENGTH]
     if altering:
-        lines = "; ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in altering)
+        lines = "; ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in altering[:_NAMED_CHANGES])
+        own, more = state.parent.parent / "config.yaml", len(altering) - _NAMED_CHANGES
+        others, back = (f"; and {more} more", f" (--config {own} has them all)") if more > 0 else ("", "")
         raise InputError(
-            f"{state} belongs to another configuration ({lines}): set them back, or give another train.run_dir"
+            f"{state} belongs to another configuration ({lines}{others}): "
+            f"set them back{back}, or give another train.run_dir"
         )
     for key in changed:
         say(

@@ -177,7 +177,8 @@ def explain_files(
 def _class_index(model: ModelFile, target: str | None) -> int | None:
     require(
         model.classifies or _pixel_network(model) is not None,
-        "this network was trained on masked pixels: it has neither classes nor a surprisal to explain",
+        "this network was trained on masked pixels: it has neither classes nor a surprisal to explain; give one that "
+        "objective.name classification, joint or next_pixel trained",
     )
     if target is None:
         return None
@@ -199,7 +200,10 @@ def _chosen_layers(model: ModelFile, numbers: Sequence[int] | None) -> tuple[lis
     if numbers is None:
         return last_of_each(layers), ()
     for number in numbers:
-        require(number <= len(layers), f"--layers holds {number}, and {network.name} has {len(layers)} blocks")
+        require(
+            number <= len(layers),
+            f"--layers holds {number}, and {network.name} has {len(layers)} blocks: give numbers up to that",
+        )
     return [layer for layer in layers if not numbers or layer.number in numbers], ()
 
 

@@ -59,6 +59,8 @@ class Predictions:
     """Images among all these that an earlier call had done."""
     copied: int = 0
     """Images of this call that lie in class folders now."""
+    remade: int = 0
+    """Images that an earlier call had done, and that were done again, as images before them or they have changed."""
 
 
 def predict_files(
@@ -244,6 +246,7 @@ class _Sink:
             self.abstained,
             resumed,
             self.copied,
+            0 if self.parts is None else self.parts.remade,
         )
 
 

@@ -1,5 +1,6 @@
 """What `vitlab sample` and `vitlab complete` do: draw images with a model file, and lay them out in a picture."""
 
+import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -218,5 +219,7 @@ class _Bar:
 def _write_array(path: str | None, images: _Images) -> None:
     if path is None:
         return
-    with replacing(Path(path)) as aside, aside.open("wb") as file:
-        np.save(file, np.ascontiguousarray(images))
+    buffer = io.BytesIO()  # into a file numpy says of a full disk how many numbers did not fit
+    np.save(buffer, np.ascontiguousarray(images))
+    with replacing(Path(path)) as aside:
+        aside.write_bytes(buffer.getbuffer())

@@ -143,6 +143,7 @@ def write_report(
         sets=conformal_sets(scores, conformal_level),
         level=conformal_level,
         mistakes=mistakes,
+        num_images=len(scored.split),
         num_wrong=scores.count - scores.num_correct,
         num_broken=scores.count - len(images.label),
         map_note=note,
@@ -155,12 +156,15 @@ def write_report(
 def headlines(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Give name, value, interval and calibrated value of each score, the last two empty where there is none."""
     names = {key: f"top-{key[3:]}" for key in result if key.startswith("top")} | _HEADLINES
+    known = {} if result["temperature"] == 1.0 else dict(result["calibrated"])
+    if "bits_per_pixel" in result:  # the temperature is of the classes alone
+        names |= {"loss": "classes and pixels, nats", "bits_per_pixel": "bits a pixel"}
+        known.pop("loss", None)
     rows = []
     for key, name in names.items():
         form = "{:.1%}" if key.startswith(_IN_PERCENT) else "{:.4f}"
         interval = " to ".join(form.format(end) for end in result["intervals"].get(key, ()))
-        calibrated = "" if result["temperature"] == 1.0 else form.format(result["calibrated"].get(key, 0.0))
-        rows.append((name, form.format(result[key]), interval, calibrated if key in result["calibrated"] else ""))
+        rows.append((name, form.format(result[key]), interval, form.format(known[key]) if key in known else ""))
     return rows
 
 

@@ -14,6 +14,7 @@ is not is made again, and all after it. What the record does not name was being 
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -70,6 +71,8 @@ class PartFolder:
         self.made_with, self.batch_size = dict(made_with), batch_size
         self.folder = out.with_name(f".{out.name}.parts")
         self.parts: list[Part] = []
+        self.remade = 0
+        """Images that were done, and whose rows hold no longer."""
         self.is_finished = False
         """Whether an earlier run has put all together already."""
         self._record = self.folder / "record.json"
@@ -79,7 +82,7 @@ class PartFolder:
     @property
     def done(self) -> int:
         """Images whose rows are in a part."""
-        return sum(part.images for part in self.parts)
+        return _count(self.parts)
 
     @contextmanager
     def opened(self, split: Split, *, resume: bool) -> Iterator[None]:
@@ -124,11 +127,15 @@ class PartFolder:
                 with suppress(OSError):
                     self._clear()
                     self.folder.rmdir()
-            elif isinstance(error, KeyboardInterrupt):
-                raise Interrupted(
-                    f"interrupted: the rows of {self.done:,} of {len(self.split):,} images are kept; "
-                    "to go on: the same command with --resume"
-                ) from None
+                raise
+            kept = (
+                f"the rows of {self.done:,} of {len(self.split):,} images are kept; "
+                "to go on: the same command with --resume"
+            )
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(f"interrupted: {kept}") from None
+            if type(error) is RunError:  # what is special about others stays
+                raise RunError(f"{error}; {kept}") from error
             raise
 
     def add(self, rows: Sequence[Prediction], embeddings: NDArray[np.float32] | None) -> None:
@@ -181,9 +188,8 @@ class PartFolder:
         try:
             yield
         except OSError as error:
-            kept = f"; {self.done:,} images are kept for --resume" if self.parts else ""
             raise RunError(
-                f"cannot write {path}: {error.strerror or error}; an earlier file stays as it was{kept}"
+                f"cannot write {path}: {error.strerror or error}; an earlier file stays as it was"
             ) from error
 
     def _claim(self) -> int:
@@ -219,11 +225,12 @@ class PartFolder:
         require(
             not altered, f"{self.out} was begun otherwise ({changes}): set it back, or leave --resume out to begin anew"
         )
+        was_done = _count(parts)
         parts = self._still_whole(parts, finished=finished is not None)
         if finished is not None:
-            whole = sum(part.images for part in parts) == len(self.split) and finished == _sizes(self._outputs())
-            self.is_finished = whole
-            return parts if whole else []
+            self.is_finished = _count(parts) == len(self.split) and finished == _sizes(self._outputs())
+            parts = parts if self.is_finished else []
+        self.remade = was_done - _count(parts)
         return parts
 
     def _still_whole(self, parts: Sequence[Part], *, finished: bool) -> list[Part]:
@@ -256,12 +263,14 @@ class PartFolder:
         rows = [row for rows, _ in held for row in rows]
         vectors = [array for _, array in held if array is not None]
         files = self._part_files(len(self.parts))
+        if self.embeddings is not None:
+            with self._explaining(self.embeddings), replacing(files[1]) as aside:
+                buffer = io.BytesIO()  # into a file numpy says of a full disk how many numbers did not fit
+                np.save(buffer, np.concatenate(vectors), allow_pickle=False)
+                aside.write_bytes(buffer.getbuffer())
         with self._explaining(self.out):
             with replacing(files[0]) as aside, aside.open("wb") as file:
                 self.table.write(file, rows)
-            if self.embeddings is not None:
-                with replacing(files[1]) as aside, aside.open("wb") as file:
-                    np.save(file, np.concatenate(vectors), allow_pickle=False)
             part = Part(
                 images=len(rows),
                 unreadable=sum(row.error is not None for row in rows),
@@ -277,6 +286,10 @@ class PartFolder:
         record = {"made_with": self.made_with, "parts": [asdict(part) for part in parts], "finished": finished}
         with replacing(self._record) as aside:
             aside.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def _count(parts: Sequence[Part]) -> int:
+    return sum(part.images for part in parts)
 
 
 def _sizes(paths: Sequence[Path]) -> list[int] | None:

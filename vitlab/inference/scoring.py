@@ -7,6 +7,7 @@ from typing import Literal
 
 from vitlab.config import DataConfig, RunConfig
 from vitlab.data.datasets import Split, SplitName, fingerprint, load_split
+from vitlab.data.images import ImageError
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform
 from vitlab.data.splits import split_validation
@@ -15,6 +16,7 @@ from vitlab.engine.evaluator import Scores, evaluate
 from vitlab.engine.objectives import Objective, build_objective
 from vitlab.errors import InputError
 from vitlab.models.files import ModelFile
+from vitlab.text import counted
 
 TRAINED_ON = "the model was trained on these images"
 """What is said of a model's own training images."""
@@ -121,13 +123,20 @@ def score(
         part=processes.part,
     )
     with closing(loader):
-        return evaluate(
-            _objective(model),
-            processes.in_step(loader.epoch(0)),
-            classes=model.classes,
-            preprocess=model.preprocess,
-            weights=model.weights,
-            temperature=model.temperature,
-            processes=processes,
-            on_batch=on_batch,
-        )
+        try:
+            return evaluate(
+                _objective(model),
+                processes.in_step(loader.epoch(0)),
+                classes=model.classes,
+                preprocess=model.preprocess,
+                weights=model.weights,
+                temperature=model.temperature,
+                processes=processes,
+                on_batch=on_batch,
+            )
+        except ImageError as error:
+            if on_error == "stop":
+                raise
+            raise InputError(
+                f"none of {counted(len(split), 'image')} can be read, such as {error}: give images that can"
+            ) from error

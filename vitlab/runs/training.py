@@ -27,6 +27,7 @@ from vitlab.engine.state import list_states, step_of
 from vitlab.engine.tensorboard import EVENTS_NAME, EventLog, cut_metrics
 from vitlab.engine.trainer import Trainer
 from vitlab.errors import Finished, InputError, RunError
+from vitlab.layers.patch import to_pair
 from vitlab.models.safetensors_file import read_safetensors
 from vitlab.runs.card import write_card
 from vitlab.runs.networks import build_network, build_preprocess, settle_model
@@ -53,9 +54,12 @@ def run_training(config: RunConfig, *, console: Console | None = None) -> Path:
         RunError: the loss is not finite, or a loader process died.
         Interrupted: a signal came; the state is saved, and the same call goes on.
     """
-    console, config = console or Console(quiet=True), settle_model(config)
+    given, config = config, settle_model(config)
     with launched(config.train.device) as processes:
-        console = console if processes.is_main else Console(quiet=True)
+        console = console if console and processes.is_main else Console(quiet=True)
+        if given.model.image_size is None and config.model.image_size is not None:
+            size = "x".join(map(str, to_pair(config.model.image_size)))
+            say(console, f"images {size}, as {config.model.weights} has them: --model.image_size takes others")
         if config.train.seeds is None:
             return _run(config, console, processes)
         return _run_seeds(config, config.train.seeds, console, processes)
