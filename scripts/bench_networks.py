@@ -1,15 +1,20 @@
 """Measure a network's forward pass and training step beside timm's and torchvision's, in turns, in one process.
 
 Images of noise are on the device already. A training step is the forward pass, the mean cross-entropy, the backward
-pass and a step of AdamW, in float32 or under autocast to bf16. `timm` is as it comes, `timm best` the fastest of its
-own attention or torch's fused one, in plain or channels-last memory. Compiled, ours is compiled block by block as
-`train.compile` does, theirs whole.
+pass and a step of AdamW, in float32 or under autocast to bf16, without dropout or drop path on either side. `timm` is
+as it comes, `timm best` the fastest of its own attention or torch's fused one, in plain or channels-last memory.
+Compiled, ours is compiled block by block as `train.compile` does, theirs whole, in plain memory, since the compiler
+chooses its own; torchvision is left out, since a whole network takes half a minute to two to compile on two cores.
+
+On two cores a precision of the four default networks takes 2 to 5 minutes, a compiled one 2 to 3 more.
 
     python scripts/bench_networks.py --models vit_small swin_tiny --precisions bf16
+    python scripts/bench_networks.py --models vit_small --works train_step --modes compiled --json compiled.json
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +27,7 @@ from timm.layers import set_fused_attn
 from torch import Tensor, nn
 from torchvision.models import swin_t
 from torchvision.models.vision_transformer import VisionTransformer
+from torchvision.ops import StochasticDepth
 
 from vitlab.config import OptimConfig
 from vitlab.engine.compilation import compile_blocks
@@ -33,14 +39,23 @@ from vitlab.models.network import Network
 Work = Literal["forward", "train_step"]
 
 _CLASSES = 1000
-_TIMM = {
+TIMM: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit_tiny": ("vit_tiny_patch16_224", {}),
     "vit_tiny_32": ("vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4}),
+    "vit_try": ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "depth": 1}),
     "vit_small": ("vit_small_patch16_224", {}),
     "vit_base": ("vit_base_patch16_224", {}),
-    "swin_tiny": ("swin_tiny_patch4_window7_224", {}),
+    "swin_tiny": ("swin_tiny_patch4_window7_224", {"drop_path_rate": 0.0}),
     "davit_tiny": ("davit_tiny", {}),
 }
-_BATCH = {"vit_tiny_32": 128}
+"""timm's names and arguments; `vit_try` is for tries alone."""
+_OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit_tiny_32": ("vit_tiny", {"image_size": 32, "patch_size": 4}),
+    "vit_try": ("vit_tiny", {"image_size": 16, "patch_size": 8, "depth": 1}),
+}
+MODELS = ["vit_small", "swin_tiny", "davit_tiny", "vit_tiny_32"]
+_MORE = {"vit_tiny_32": 8}
+"""So many times as many images in a batch."""
 _PEERS = {
     "timm": ("timm, fused",),
     "timm best": ("timm, fused", "timm, unfused", "timm, channels-last"),
@@ -51,49 +66,77 @@ _PEERS = {
 def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(_TIMM), default=list(_TIMM), help="(%(default)s)")
+    parser.add_argument("--models", nargs="+", choices=sorted(TIMM), default=MODELS, help="(%(default)s)")
     parser.add_argument("--works", nargs="+", choices=["forward", "train_step"], default=["forward", "train_step"])
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager"], help="(%(default)s)")
-    parser.add_argument("--batch", type=int, help="images (16, of 32x32 pixels 128)")
+    settings = ["fused", "unfused", "channels-last"]
+    parser.add_argument("--settings", nargs="+", choices=settings, default=settings, help="timm's (%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=16, help="images, of 32x32 pixels eight times as many (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the rows (else the terminal)")
     args = parser.parse_args()
     device = torch.device(args.device)
-    rates = {name: matrix_rate(device, _dtype(name)) for name in args.precisions}
+    rates = {name: matrix_rate(device, dtype_of(name)) for name in args.precisions}
     rows = []
     for name in args.models:
         for precision in args.precisions:
             for mode in args.modes:
                 for work in args.works:
-                    batch = args.batch or _BATCH.get(name, 16)
-                    bench = Bench(name, work, precision, mode, batch, device)
+                    batch = args.batch * _MORE.get(name, 1)
+                    bench = Bench(name, work, precision, mode, batch, device, args.settings)
                     rows += bench.rows(args.rounds, rates[precision])
-    write_rows(rows, args.json)
+                    if args.json:  # what is done stays where a limit of time ends the rest
+                        write_rows(rows, args.json)
+    if not args.json:
+        write_rows(rows, None)
 
 
-def _dtype(precision: str) -> torch.dtype:
+def dtype_of(precision: str) -> torch.dtype:
+    """Give what matrices are multiplied in."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def autocast(device: torch.device, precision: str) -> Any:
+    """Give the context that a forward pass runs in."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def our_optimizer(network: Network) -> torch.optim.Optimizer:
+    """Build AdamW as a run has it."""
+    return build_optimizer(OptimConfig(lr=1e-4, weight_decay=0.05), network)
 
 
 class Bench:
     """One network at one kind of work, ours and the peers'."""
 
-    def __init__(self, name: str, work: Work, precision: str, mode: str, batch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: Work,
+        precision: str,
+        mode: str,
+        batch: int,
+        device: torch.device,
+        settings: Sequence[str] = ("fused", "unfused", "channels-last"),
+    ) -> None:
         self.name, self.work, self.precision, self.mode, self.device = name, work, precision, mode, device
-        self.images = torch.randn(batch, 3, *([32, 32] if name.endswith("_32") else [224, 224]), device=device)
+        self.settings = [name for name in settings if mode == "eager" or name != "channels-last"]
+        self.ours = build_ours(name)
+        self.images = torch.randn(batch, 3, *self.ours.image_size, device=device)
         self.labels = torch.randint(_CLASSES, (batch,), device=device)
 
     def rows(self, rounds: int, matrix_rate: float) -> list[Row]:
         """Measure in turns."""
-        ours = build_ours(self.name)
-        figures = in_turns(self._subjects(ours), rounds=rounds)
+        figures = in_turns(self.subjects(), rounds=rounds)
         passes = 3 if self.work == "train_step" else 1
-        macs = passes * count_macs(ours)
+        macs = passes * count_macs(self.ours)
         rows = compare(
             figures,
-            _PEERS,
+            {peer: names for peer, names in _PEERS.items() if peer != "timm best" or len(self.settings) > 1},
             unit="images/s",
             work=self.work,
             subject=self.name,
@@ -101,30 +144,29 @@ class Bench:
             mode=self.mode,
             device=self.device.type,
         )
-        return [Row(**vars(row) | {"share": row.ours * macs / matrix_rate}) for row in rows]
+        return [replace(row, share=row.ours * macs / matrix_rate) for row in rows]
 
-    def _subjects(self, ours: Network) -> dict[str, Callable[[], float]]:
-        subjects = {"vitlab": self._measure(ours, is_ours=True)}
-        for setting in ("fused", "unfused", "channels-last"):
+    def subjects(self) -> dict[str, Callable[[], float]]:
+        """Give what times each network once, ours and the peers' with their settings."""
+        subjects = {"vitlab": self._measure(self.ours)}
+        for setting in self.settings:
             set_fused_attn(setting != "unfused")
             peer = self._build_timm()
             images = self.images
             if setting == "channels-last":
                 peer, images = peer.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
             subjects[f"timm, {setting}"] = self._measure(peer, images=images)
-        torchvisions = build_torchvision(self.name)
+        torchvisions = None if self.mode == "compiled" else build_torchvision(self.name)
         if torchvisions is not None:
             subjects["torchvision"] = self._measure(torchvisions)
         return subjects
 
     def _build_timm(self) -> nn.Module:
-        name, options = _TIMM[self.name]
+        name, options = TIMM[self.name]
         network: nn.Module = timm.create_model(name, num_classes=_CLASSES, **options)
         return network
 
-    def _measure(
-        self, network: nn.Module, *, images: Tensor | None = None, is_ours: bool = False
-    ) -> Callable[[], float]:
+    def _measure(self, network: nn.Module, *, images: Tensor | None = None) -> Callable[[], float]:
         """Give what times a network once."""
         network = network.to(self.device).train(self.work == "train_step")
         images = self.images if images is None else images
@@ -134,25 +176,23 @@ class Bench:
             else:
                 network.compile()
         if self.work == "forward":
-            return lambda: rate(lambda: self._forward(network, images), len(images), self.device, least_s=1.0)
+            return lambda: rate(lambda: self._forward(network, images), len(images), self.device, least_s=0.5)
         optimizer = self._optimizer(network)
-        return lambda: rate(lambda: self._step(network, optimizer, images), len(images), self.device)
+        least_s = 0.0 if self.device.type == "cpu" else 0.3
+        return lambda: rate(lambda: self._step(network, optimizer, images), len(images), self.device, least_s=least_s)
 
     def _optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
         if isinstance(network, Network):
-            return build_optimizer(OptimConfig(lr=1e-4, weight_decay=0.05), network)
+            return our_optimizer(network)
         made: torch.optim.Optimizer = timm.optim.create_optimizer_v2(network, opt="adamw", lr=1e-4, weight_decay=0.05)
         return made
 
-    def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
-
     def _forward(self, network: nn.Module, images: Tensor) -> None:
-        with torch.inference_mode(), self._autocast():
+        with torch.inference_mode(), autocast(self.device, self.precision):
             network(images)
 
     def _step(self, network: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor) -> None:
-        with self._autocast():
+        with autocast(self.device, self.precision):
             logits = network(images)
         F.cross_entropy(logits.float(), self.labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -161,8 +201,8 @@ class Bench:
 
 def build_ours(name: str) -> Network:
     """Build our network, with weights that are not at rest."""
-    small = {"image_size": 32, "patch_size": 4} if name.endswith("_32") else {}
-    network = create_model(name.removesuffix("_32"), num_classes=_CLASSES, **small)
+    own_name, shape = _OURS.get(name, (name, {}))
+    network = create_model(own_name, num_classes=_CLASSES, **shape)
     nn.init.normal_(network.get_classifier().weight, std=0.02)  # type: ignore[arg-type]
     return network
 
@@ -171,6 +211,9 @@ def build_torchvision(name: str) -> nn.Module | None:
     """Build torchvision's network of the same shape, where it has one."""
     if name == "swin_tiny":
         network: nn.Module = swin_t(num_classes=_CLASSES)
+        for module in network.modules():
+            if isinstance(module, StochasticDepth):
+                module.p = 0.0
         return network
     shapes = {"vit_tiny_32": (32, 4, 3, 192), "vit_small": (224, 16, 6, 384), "vit_base": (224, 16, 12, 768)}
     if name not in shapes:

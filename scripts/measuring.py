@@ -45,8 +45,12 @@ def in_turns(subjects: Mapping[str, Callable[[], float]], *, rounds: int, uncoun
 
 def ratio_of(ours: Sequence[float], theirs: Sequence[float], *, unit: str) -> float:
     """Give how many times better ours is, the median over the rounds."""
-    more_is_better = unit.endswith("/s")
-    return median(a / b if more_is_better else b / a for a, b in zip(ours, theirs, strict=True))
+    return median(a / b if is_rate(unit) else b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def is_rate(unit: str) -> bool:
+    """Say whether more is better, as of images/s per core, and not of seconds or MiB."""
+    return "/s" in unit
 
 
 def compare(
@@ -54,6 +58,7 @@ def compare(
     peers: Mapping[str, Sequence[str]],
     *,
     unit: str,
+    note: str = "",
     **columns: str | float | None,
 ) -> list[Row]:
     """Give a row for each peer, with the best of the peer's own settings.
@@ -61,10 +66,11 @@ def compare(
     Args:
         figures: of every subject, round by round; ours is `vitlab`.
         peers: what a peer is called, and which subjects are its settings.
-        unit: of the figures; those that end in `/s` are rates.
+        unit: of the figures.
+        note: what more there is to say; which setting was the peer's best follows it.
         columns: the other fields of the rows.
     """
-    choose = max if unit.endswith("/s") else min
+    choose = max if is_rate(unit) else min
     rows = []
     for peer, settings in peers.items():
         known = [name for name in settings if name in figures]
@@ -73,8 +79,9 @@ def compare(
         best = choose(known, key=lambda name: median(figures[name]))
         ratio = ratio_of(figures["vitlab"], figures[best], unit=unit)
         ours, theirs = median(figures["vitlab"]), median(figures[best])
-        note = "" if len(settings) == 1 else best
-        fields = {"unit": unit, "peer": peer, "ours": ours, "theirs": theirs, "ratio": ratio, "note": note} | columns
+        notes = [note, best if len(settings) > 1 else ""]
+        fields = {"unit": unit, "peer": peer, "ours": ours, "theirs": theirs, "ratio": ratio} | columns
+        fields["note"] = ", ".join(filter(None, notes))
         rows.append(Row(**fields))  # type: ignore[arg-type]
     return rows
 

@@ -120,10 +120,16 @@ def test_data_need_draws_nested_shares_by_class(tmp_path):
 @pytest.mark.parametrize(
     ("script", "arguments", "line"),
     [
-        ("memory.py", ["--models", "vit_tiny", "--batch_size", 2], "vit_tiny"),
+        ("memory.py", ["--models", "vit_try", "--batch_size", 2, "--one", "vitlab", "checkpointed"], "["),
+        ("bench_pixels.py", ["--image_size", 8, "--precisions", "bf16", "--rounds", 1], '"unit": "tokens/s"'),
+        (
+            "bench_sampling.py",
+            ["--given", 8, "--steps", 2, "--rounds", 1, "--batches", 1, "--precisions", "fp32"],
+            "after 8",
+        ),
         (
             "bench_networks.py",
-            ["--models", "vit_tiny_32", "--precisions", "bf16", "--batch", 2, "--rounds", 1],
+            ["--models", "vit_try", "--precisions", "bf16", "--batch", 2, "--rounds", 1],
             '"peer": "timm best"',
         ),
         ("save_cost.py", ["--steps", 3, "--every", 1, "--repeats", 1, "--batch_size", 2], "a save costs"),
@@ -133,7 +139,14 @@ def test_measuring_scripts_run(script, arguments, line):
     assert line in run(script, *arguments)
 
 
-def test_bench_loading_compares_training_and_evaluation(color_folder):
-    out = run("bench_loading.py", "--data", color_folder / "train", "--image_size", 16, "--images", 6, "--rounds", 1)
-    assert out.count("vitlab") >= 2
-    assert all(out.count(peer) >= 2 for peer in ("torchvision", "torchvision, tensors", "timm"))
+def test_bench_loading_compares_training_and_evaluation(color_folder, tmp_path):
+    options = ["--image_size", 16, "--images", 6, "--rounds", 1, "--json", tmp_path / "rows.json"]
+    run("bench_loading.py", "--data", color_folder / "train", *options)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    modes = ("training", "training, cached", "evaluation", "evaluation, cached")
+    assert [(row["mode"], row["peer"]) for row in rows] == [
+        (mode, peer) for mode in modes for peer in ("torchvision", "timm")
+    ]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"])
+        assert ("peers decode again" in row["note"]) == ("cached" in row["mode"])
