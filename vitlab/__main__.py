@@ -4,7 +4,9 @@
 130 interrupted; 141 whoever read the output has gone.
 """
 
+import atexit
 import errno
+import gc
 import io
 import os
 import signal
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a class name must not end a run on a terminal without UTF-8
             stream.reconfigure(errors="backslashreplace")
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)  # else Python looks through all of torch for garbage as it ends, for up to two seconds
     try:
         with _ended_by_signals():
             return _run(sys.argv[1:] if arguments is None else arguments)

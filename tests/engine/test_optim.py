@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import timm.optim
 import torch
 
 from vitlab.config import OptimConfig
@@ -181,3 +182,29 @@ def test_optimizers_whose_steps_on_shards_are_those_on_the_whole_are_let_through
 def test_optimizers_that_look_at_whole_matrices_are_refused_on_shards(name):
     with pytest.raises(InputError, match=f"optim.name {name} makes other steps of sharded parameters"):
         require_shardable(OptimConfig(name=name))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny", "swin_tiny", "davit_tiny", "imagegpt_small"])
+def test_adamw_and_its_groups_are_those_of_timm(name):
+    with torch.device("meta"):
+        model = create_model(name)
+    groups = parameter_groups(model, weight_decay=0.3, layer_decay=None)
+    theirs = timm.optim.param_groups_weight_decay(model, 0.3, no_weight_decay_list=model.no_weight_decay())
+    assert [group["weight_decay"] for group in groups] == [group["weight_decay"] for group in theirs] == [0.0, 0.3]
+    for own, other in zip(groups, theirs, strict=True):
+        assert list(map(id, own["params"])) == list(map(id, other["params"]))
+
+
+def test_adamw_has_timms_settings():
+    small = network(depth=1)
+    config = OptimConfig(lr=0.1, weight_decay=0.3, betas=(0.5, 0.75))
+    ours = build_optimizer(config, small)
+    theirs = timm.optim.create_optimizer_v2(
+        parameter_groups(small, weight_decay=0.3, layer_decay=None),
+        opt="adamw", lr=0.1, weight_decay=0.0, betas=(0.5, 0.75), fused=True,
+    )  # fmt: skip
+    assert type(ours) is type(theirs)
+    assert ours.defaults == theirs.defaults
+    assert [group | {"params": []} for group in ours.param_groups] == [
+        group | {"params": []} for group in theirs.param_groups
+    ]
