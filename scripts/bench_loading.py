@@ -2,10 +2,10 @@
 
 All read the same files in one process on one thread, and processor time counts, which other work on the machine
 disturbs least. Batches are bytes, to be normalised on the device, or with `--float` normalised floats. In training a
-random resized crop and a flip (images of up to 64 pixels: a crop out of a border of 4 pixels), in evaluation a centre
-crop of 0.9. Torchvision comes twice, with transforms on Pillow images and on tensors, and the faster counts; timm's
-bytes are those that its prefetcher collates. `cached` is ours from the second epoch on with `data.cache disk`, whose
-pixels are decoded and resized already and mapped from a file; the peers have no cache and decode again.
+random resized crop and a flip, in evaluation a centre crop of 0.9; of images of up to 64 pixels a crop out of a border
+of 4 pixels, and the whole. Torchvision comes twice, with transforms on Pillow images and on tensors, and the faster
+counts; timm's bytes are those that its prefetcher collates. `cached` is ours from the second epoch on with `data.cache
+disk`, whose pixels are decoded and resized already and mapped from a file; the peers have no cache and decode again.
 
 About a minute each with photographs and with CIFAR.
 
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, paths: list[str], rows: list[int], cache: 
 def ours(args: argparse.Namespace, paths: list[str], cache: str | None, *, is_training: bool) -> Batches:
     """Give this package's batches, as a run has them."""
     size = (args.image_size, args.image_size)
-    preprocess = Preprocess(image_size=size, interpolation=args.interpolation)
+    preprocess = Preprocess(image_size=size, interpolation=args.interpolation, crop_fraction=crop_share(args))
     data = DataConfig(workers=0) if cache is None else DataConfig(workers=0, cache="disk", cache_dir=cache)
     config = RunConfig(
         data=data,
@@ -127,7 +127,7 @@ def torchvision(args: argparse.Namespace, rows: list[int], *, is_training: bool,
     """Give torchvision's batches."""
     side = args.image_size
     filtered = {"interpolation": InterpolationMode(args.interpolation), "antialias": True}
-    crop: list[Any] = [v2.Resize(int(side / 0.9), **filtered), v2.CenterCrop(side)]
+    crop: list[Any] = [v2.Resize(int(side / crop_share(args)), **filtered), v2.CenterCrop(side)]
     if is_training:
         crop = [v2.RandomResizedCrop(side, (args.min_scale, 1.0), **filtered), v2.RandomHorizontalFlip()]
         if side <= 64:
@@ -149,11 +149,17 @@ def timm(args: argparse.Namespace, rows: list[int], *, is_training: bool) -> Bat
         min_scale=args.min_scale,
         interpolation=args.interpolation,
         use_prefetcher=not args.float,
+        crop_share=crop_share(args),
     )
     dataset = Subset(create_dataset("", args.data, transform=transform), rows)
     collate = None if args.float else fast_collate
     loader: DataLoader[Any] = DataLoader(dataset, args.batch, shuffle=is_training, collate_fn=collate)
     return lambda: (images for images, _ in loader)
+
+
+def crop_share(args: argparse.Namespace) -> float:
+    """Give the share of an image's side that evaluation sees; small ones are seen whole, as in the CIFAR recipes."""
+    return 1.0 if args.image_size <= 64 else 0.9
 
 
 def images_per_core_s(batches: Batches, count: int) -> float:

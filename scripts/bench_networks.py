@@ -3,8 +3,9 @@
 Images of noise are on the device already. A training step is the forward pass, the mean cross-entropy, the backward
 pass and a step of AdamW, in float32 or under autocast to bf16, without dropout or drop path on either side. A forward
 pass of ours has packed weights on a CPU, as in `vitlab evaluate` and `vitlab predict`. `timm` is as it comes, `timm
-best` the fastest of its own attention or torch's fused one, in plain or channels-last memory. Compiled, ours is compiled block by block as `train.compile` does, theirs whole, in plain memory, since the compiler
-chooses its own; torchvision is left out, since a whole network takes half a minute to two to compile on two cores.
+best` the fastest of its own attention or torch's fused one, in plain or channels-last memory. Compiled, ours is
+compiled block by block as `train.compile` does, theirs whole, in plain memory, since the compiler chooses its own;
+torchvision is left out, since a whole network takes half a minute to two to compile on two cores.
 
 On two cores a precision of the four default networks takes 2 to 5 minutes, a compiled one 2 to 3 more.
 

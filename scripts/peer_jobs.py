@@ -63,7 +63,13 @@ def main() -> None:
 
 
 def transform_of(
-    image_size: int, *, is_training: bool, min_scale: float, interpolation: str, use_prefetcher: bool = True
+    image_size: int,
+    *,
+    is_training: bool,
+    min_scale: float,
+    interpolation: str,
+    use_prefetcher: bool = True,
+    crop_share: float = 0.9,
 ) -> Any:
     """Give timm's transform; small images get DeiT's crop out of a border in place of the resized one."""
     transform = create_transform(
@@ -72,7 +78,7 @@ def transform_of(
         use_prefetcher=use_prefetcher,
         color_jitter=None,
         interpolation=interpolation,
-        crop_pct=0.9,
+        crop_pct=crop_share,
         scale=(min_scale, 1.0),
     )
     if is_training and image_size <= 64:
