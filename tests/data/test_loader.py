@@ -265,9 +265,7 @@ def test_loader_that_cannot_start_all_workers_leaves_none(make_loader, monkeypat
         start(process)
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", fail_at_the_second)
-    with pytest.raises(
-        RunError, match=r"cannot be started \(No space left on device\): give fewer workers than 2"
-    ):
+    with pytest.raises(RunError, match=r"cannot be started \(No space left on device\): give fewer workers than 2"):
         next(make_loader(workers=2).epoch(0))
     gc.collect()  # what torch would leave as an error of its own
     started[0].join(10)
