@@ -19,7 +19,9 @@ import numpy as np
 from rich.console import Console
 
 from vitlab.__main__ import main as vitlab
+from vitlab.checks import require
 from vitlab.data.datasets import load_dataset
+from vitlab.errors import InputError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -39,7 +41,11 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for share in args.shares:
-        manifest = write_share(args.data, share, args.out)
+        try:
+            manifest = write_share(args.data, share, args.out)
+        except InputError as error:
+            print(error, file=sys.stderr)
+            return 2
         for recipe in args.recipes:
             run = args.out / f"{recipe}-{share}"
             if not (run / "test.json").exists() and (code := train_and_score(recipe, share, manifest, run)):
@@ -55,6 +61,8 @@ def write_share(data: Path, share: int, out: Path) -> Path:
     """Write the manifest of a share of the training images and of the whole test split."""
     path = out / f"share-{share}.csv"
     dataset = load_dataset(str(data), val_fraction=0.1, seed=0)
+    first = Path(dataset.splits["train"].paths[0])
+    require(first.is_file(), f"{data} holds no image files ({first.name}): give a folder of train/CLASS and test/CLASS")
     rng = np.random.default_rng(0)
     train = [split for name, split in dataset.splits.items() if name != "test"]  # what was cut off goes back
     images = sorted((str(p), int(label)) for split in train for p, label in zip(split.paths, split.labels, strict=True))

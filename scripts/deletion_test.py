@@ -66,6 +66,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=20, help="of random tenths for each image (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the runs; those that lie there are not trained again")
     args = parser.parse_args()
+    if args.draws < 2:
+        parser.error(f"--draws is {args.draws}: give 2 or more, for the error over the draws")
     torch.set_num_threads(1)
     table = Table("family", "map", "top tenth", "random tenth", "accuracy")
     with tempfile.TemporaryDirectory() as temporary:

@@ -139,9 +139,9 @@ def parameter_groups(
 
 
 def build_optimizer(config: OptimConfig, network: Network) -> torch.optim.Optimizer:
-    """Build an optimizer of timm over the network's groups; the rate of each step is set by the trainer.
+    """Build an optimizer over the network's groups; the rate of each step is set by the trainer.
 
-    The usual one is torch's, and a run with it starts sooner: importing timm takes half a second and more.
+    AdamW is torch's, and a run with it starts sooner: all others are timm's, whose import takes half a second.
 
     Raises:
         InputError: timm knows no such optimizer, it needs second derivatives, or it does not take the settings.

@@ -1,12 +1,12 @@
 """Linear layers whose weights lie in memory as the processor's matrix products want them: faster inference on a CPU.
 
 torch hands its products plain weights, which are cast and laid out anew at each call. Packed once, and with GELU
-applied before a product is written to memory, a forward pass takes .78 to .88 of the time.
+applied before a product is written to memory, a forward pass takes .78 to .88 of the time (docs/performance.md).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,56 +14,63 @@ from torch import Tensor, nn
 
 from vitlab.layers.mlp import Mlp
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_Packed: TypeAlias = tuple[list[Any], Tensor, Tensor | None]
+"""What was packed (see `PackedLinear._state`), the matrix, the bias."""
 
 
-def has_packed_products() -> bool:
-    """Tell whether torch has oneDNN here, and its product with a matrix that lies ready in memory."""
+def has_packed_products(dtype: torch.dtype) -> bool:
+    """Tell whether torch has oneDNN here, and its product with a matrix of a dtype that lies ready in memory."""
     has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if dtype == torch.bfloat16:
+        has_onednn = has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return has_onednn and dtype in (torch.float32, torch.bfloat16) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @contextmanager
 def packed(network: nn.Module) -> Iterator[None]:
-    """Have a network compute with packed weights for a while, see `pack`."""
+    """Have a network compute with packed weights for a while, see `pack`; what was packed before stays so."""
     modules = pack(network)
     try:
         yield
     finally:
         for module in modules:
-            del module.forward  # the class's own shows again
+            if isinstance(module, PackedLinear):
+                module.unpack()
+            else:
+                module.__class__ = nn.GELU
 
 
 def pack(network: nn.Module) -> list[nn.Module]:
     """Have the linear layers of a network compute with packed weights, where that is possible.
 
     It is on a CPU, in float32 and bf16, without gradients; elsewhere the layers compute as ever. Weights that change
-    are packed anew, unless they change behind torch's back (`.data`). It costs the memory of the weights once more, and
-    changes the last digits.
+    are packed anew: by what torch notes of changes, and after each pass with gradients, as fused optimizers change
+    weights without a note. It costs the memory of the weights once more, and changes the last digits. Counters of
+    operations and `torch.jit.trace` do not know the product.
 
     Returns:
-        The modules that have a `forward` of their own now; none where a part of the network is compiled.
+        The modules that are of another class now; none where a part of the network is compiled.
     """
     modules = list(network.modules())
-    if not has_packed_products() or any(module._compiled_call_impl is not None for module in modules):
+    if not has_packed_products(torch.float32) or any(module._compiled_call_impl is not None for module in modules):
         return []
-    activations: dict[nn.Module, nn.Module] = {
-        module.fc1: module.act for module in modules if isinstance(module, Mlp) and _is_exact_gelu(module.act)
-    }
     changed: list[nn.Module] = []
     for module in modules:
-        if type(module) is nn.Linear and _is_plain(module.weight):
-            activation = activations.get(module)
-            module.forward = PackedLinear(module, has_gelu=activation is not None)  # type: ignore[assignment, method-assign]
+        if isinstance(module, Mlp) and _is_exact_gelu(module.act) and _is_packable(module.fc1):
+            module.fc1.__class__, module.act.__class__ = _PackedLinearGelu, _AppliedGelu
+            changed += [module.fc1, module.act]
+        elif _is_packable(module):
+            module.__class__ = PackedLinear
             changed.append(module)
-            if activation is not None:
-                activation.forward = _same
-                changed.append(activation)
     return changed
 
 
 def _is_exact_gelu(module: nn.Module) -> bool:
-    return type(module) is nn.GELU and module.approximate == "none"
+    return type(module) is nn.GELU and module.approximate == "none" and "forward" not in vars(module)
+
+
+def _is_packable(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and _is_plain(module.weight) and "forward" not in vars(module)
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -71,35 +78,73 @@ def _is_plain(weight: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and not weight.is_inference()
 
 
-def _same(tokens: Tensor) -> Tensor:
-    return tokens
+class _AppliedGelu(nn.GELU):
+    """A GELU that the layer before has applied."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens
 
 
-class PackedLinear:
-    """What a linear layer does, and with `has_gelu` the GELU after it, with weights that are packed when used."""
+class PackedLinear(nn.Linear):
+    """A linear layer with weights that are packed when they are used."""
 
-    def __init__(self, layer: nn.Linear, *, has_gelu: bool = False) -> None:
-        self.layer, self.has_gelu = layer, has_gelu
-        self._packed: tuple[Tensor, Tensor | None] | None = None
-        self._state: object = None
+    has_gelu = False
+    _packed: _Packed | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what no copy can have."""
-        return {**vars(self), "_packed": None, "_state": None}
+        return {name: value for name, value in vars(self).items() if name != "_packed"}
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens `(..., D)` to `(..., E)`, in the dtype of torch's own product, under autocast too."""
-        weight, bias = self.layer.weight, self.layer.bias
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tokens.dtype
-        casts = dtype != weight.dtype and not torch.is_autocast_enabled("cpu")  # torch refuses that, with a reason
-        if torch.is_grad_enabled() or dtype not in _DTYPES or casts or not tokens.numel() or not _is_plain(weight):
-            product = F.linear(tokens, weight, bias)
+        packed = self._ready(tokens)
+        if packed is None:
+            product = F.linear(tokens, self.weight, self.bias)
             return F.gelu(product) if self.has_gelu else product
-        state = [dtype, *((each.data_ptr(), each._version) for each in (weight, bias) if each is not None)]
-        if state != self._state or self._packed is None:
+        (dtype, *_), matrix, bias = packed
+        kind = "gelu" if self.has_gelu else "none"
+        mapped: Tensor = torch.ops.mkldnn._linear_pointwise(tokens.to(dtype), matrix, bias, kind, [], "none")
+        return mapped
+
+    def unpack(self) -> None:
+        """Become a plain linear layer again."""
+        vars(self).pop("_packed", None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def _ready(self, tokens: Tensor) -> _Packed | None:
+        """Give the packed weights for a product with tokens; None where it is torch's own that must be taken."""
+        if torch.is_grad_enabled():
+            self._packed = None
+            return None
+        weight, bias = self.weight, self.bias
+        casts = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu") if casts else weight.dtype
+        has_double = torch.float64 in (tokens.dtype, weight.dtype)
+        is_as_given = casts or tokens.dtype == weight.dtype  # torch refuses other pairs, and says why
+        is_fit = is_as_given and tokens.shape[-1] == weight.shape[1] and tokens.numel() and weight.numel()
+        if has_double or not is_fit or not _is_plain(weight):
+            return None
+        packed = self._packed  # once: another thread may put another one there
+        state = [dtype, *(note for each in (weight, bias) if each is not None for note in _notes(each))]
+        if packed is None or len(packed[0]) != len(state) or not all(map(_is_same, packed[0], state)):
+            if not has_packed_products(dtype):
+                return None
             rows = tokens.numel() // tokens.shape[-1]
             matrix = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), rows)
-            self._packed, self._state = (matrix, None if bias is None else bias.detach().to(dtype)), state
-        kind = "gelu" if self.has_gelu else "none"
-        mapped: Tensor = torch.ops.mkldnn._linear_pointwise(tokens.to(dtype), *self._packed, kind, [], "none")
-        return mapped
+            packed = self._packed = (state, matrix, None if bias is None else bias.detach().to(dtype))
+        return packed
+
+
+class _PackedLinearGelu(PackedLinear):
+    """A linear layer and the GELU after it."""
+
+    has_gelu = True
+
+
+def _notes(weight: Tensor) -> tuple[Tensor, int, int]:
+    """Give what tells one content of a weight from another: the object, for addresses come again, and torch's count."""
+    return weight, weight.data_ptr(), weight._version
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return before is now if isinstance(now, Tensor) else bool(before == now)

@@ -258,7 +258,7 @@ def _linear(
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Linear:
-    if weight.device.type == "cpu" and weight.dtype != torch.float64 and has_packed_products():
+    if weight.device.type == "cpu" and has_packed_products(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return lambda rows: F.linear(rows, weight, bias)
