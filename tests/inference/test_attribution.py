@@ -77,7 +77,7 @@ def test_gradient_map_leaves_no_trace_and_needs_no_gradients_of_parameters(name)
     network.set_grad_checkpointing(enable=True)
     with torch.inference_mode():
         logits, found = gradient_map(network, images.clone())
-        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected)  # not to the bit: a bias that learns has products of its own
         torch.testing.assert_close(logits, network(images))
     assert network.checkpoint_blocks
     assert all(parameter.grad is None for parameter in network.parameters())
