@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Part:
     name: str
     command: str
     """Script and options; PHOTOS and CIFAR stand for the folders."""
+    tiny: str = ""
+    """Options of `--quick`, which win over those before."""
     timeout_s: int
 
     def needs(self) -> list[str]:
@@ -57,84 +59,72 @@ class Part:
 
 
 _COMPILED = "--works train_step --modes compiled --precisions bf16 --rounds 3"
+_TINY = "--models vit_try --batch 4 --rounds 1"
+_SHORT = "--photo_batches 1 --cifar_batches 1 --predicted 8 --rounds 1 --uncounted 0"
+_CIFAR = "--subject cifar --image_size 32 --images 4000"
+_SQUARE = "--models imagegpt_small --image_size 64 --batch_size 1 --precision bf16 --steps 1"
 FULL = [
-    Part(name="networks_bf16", command="bench_networks.py --precisions bf16 --rounds 3", timeout_s=900),
-    Part(name="networks_fp32", command="bench_networks.py --precisions fp32 --batch 8 --rounds 2", timeout_s=1200),
+    Part(name="networks_bf16", command="bench_networks.py --precisions bf16 --rounds 3", tiny=_TINY, timeout_s=900),
+    Part(
+        name="networks_fp32",
+        command="bench_networks.py --precisions fp32 --batch 8 --rounds 2",
+        tiny=_TINY,
+        timeout_s=1200,
+    ),
     Part(
         name="networks_compiled",
         command=f"bench_networks.py --models vit_small {_COMPILED} --settings fused unfused",
+        tiny=_TINY,
         timeout_s=600,
     ),
     Part(
         name="swin_compiled",
         command=f"bench_networks.py --models swin_tiny {_COMPILED} --settings fused",
+        tiny=_TINY,
         timeout_s=600,
     ),
-    Part(name="pixels", command="bench_pixels.py --rounds 3", timeout_s=400),
-    Part(name="sampling", command="bench_sampling.py --given 480", timeout_s=400),
-    Part(name="loading_photos", command="bench_loading.py --data PHOTOS/train --rounds 3", timeout_s=300),
+    Part(name="pixels", command="bench_pixels.py --rounds 3", tiny="--image_size 8 --rounds 1", timeout_s=400),
     Part(
-        name="loading_cifar",
-        command="bench_loading.py --data CIFAR/train --subject cifar --image_size 32 --images 4000 --rounds 3",
+        name="sampling",
+        command="bench_sampling.py --given 480",
+        tiny="--given 8 --steps 3 --rounds 1",
+        timeout_s=400,
+    ),
+    Part(
+        name="loading_photos",
+        command="bench_loading.py --data PHOTOS/train --rounds 3",
+        tiny="--images 16 --rounds 1",
         timeout_s=300,
     ),
-    Part(name="epoch_photos", command="bench_jobs.py --works epoch predict_folder --photos PHOTOS", timeout_s=600),
-    Part(name="epoch_cifar", command="bench_jobs.py --works epoch --cifar CIFAR", timeout_s=400),
-    Part(name="cold_start", command="bench_jobs.py --works cold_start --photos PHOTOS", timeout_s=600),
-    Part(name="memory", command="memory.py --batch_size 8", timeout_s=600),
-    Part(
-        name="memory_pixels",
-        command="memory.py --models imagegpt_small --image_size 64 --batch_size 1 --precision bf16 --steps 1",
-        timeout_s=900,
-    ),
-    Part(name="growth", command="bench_growth.py", timeout_s=600),
-]
-_TINY = "--models vit_try --batch 4 --rounds 1"
-_SHORT = "--photo_batches 1 --cifar_batches 1 --predicted 8 --rounds 1 --uncounted 0"
-QUICK = [
-    Part(name="networks_bf16", command=f"bench_networks.py {_TINY} --precisions bf16", timeout_s=300),
-    Part(name="networks_fp32", command=f"bench_networks.py {_TINY} --precisions fp32", timeout_s=300),
-    Part(
-        name="networks_compiled",
-        command=f"bench_networks.py {_TINY} --precisions bf16 --works train_step --modes compiled",
-        timeout_s=600,
-    ),
-    Part(
-        name="swin_compiled",
-        command=f"bench_networks.py {_TINY} --precisions bf16 --works train_step --modes compiled --settings fused",
-        timeout_s=600,
-    ),
-    Part(name="pixels", command="bench_pixels.py --image_size 8 --rounds 1", timeout_s=300),
-    Part(name="sampling", command="bench_sampling.py --given 8 --steps 3 --rounds 1", timeout_s=300),
-    Part(name="loading_photos", command="bench_loading.py --data PHOTOS/train --images 16 --rounds 1", timeout_s=300),
     Part(
         name="loading_cifar",
-        command="bench_loading.py --data CIFAR/train --subject cifar --image_size 32 --images 64 --rounds 1",
+        command=f"bench_loading.py --data CIFAR/train {_CIFAR} --rounds 3",
+        tiny="--images 64 --rounds 1",
         timeout_s=300,
     ),
     Part(
         name="epoch_photos",
-        command=f"bench_jobs.py --works epoch predict_folder --photos PHOTOS {_SHORT}",
+        command="bench_jobs.py --works epoch predict_folder --photos PHOTOS",
+        tiny=_SHORT,
         timeout_s=600,
     ),
-    Part(name="epoch_cifar", command=f"bench_jobs.py --works epoch --cifar CIFAR {_SHORT}", timeout_s=600),
+    Part(name="epoch_cifar", command="bench_jobs.py --works epoch --cifar CIFAR", tiny=_SHORT, timeout_s=600),
     Part(
         name="cold_start",
-        command=f"bench_jobs.py --works cold_start --photos PHOTOS --compiled vit_try {_SHORT}",
+        command="bench_jobs.py --works cold_start --photos PHOTOS",
+        tiny=f"{_SHORT} --compiled vit_try",
         timeout_s=600,
     ),
-    Part(name="memory", command="memory.py --models vit_try --batch_size 4", timeout_s=300),
-    Part(
-        name="memory_pixels",
-        command="memory.py --models imagegpt_small --image_size 8 --batch_size 1 --precision bf16 --steps 1",
-        timeout_s=300,
-    ),
+    Part(name="memory", command="memory.py --batch_size 8", tiny="--models vit_try --batch_size 4", timeout_s=600),
+    Part(name="memory_pixels", command=f"memory.py {_SQUARE}", tiny="--image_size 8", timeout_s=900),
     Part(
         name="growth",
-        command="bench_growth.py --models vit_tiny imagegpt_small --sides 32 64 --pixel_sides 8 12",
-        timeout_s=300,
+        command="bench_growth.py",
+        tiny="--models vit_tiny imagegpt_small --sides 32 64 --pixel_sides 8 12",
+        timeout_s=600,
     ),
 ]
+QUICK = [replace(part, command=f"{part.command} {part.tiny}") for part in FULL]
 _GPU_MODELS = "--models vit_base swin_tiny davit_tiny --precisions bf16 --batch 64 --device cuda"
 GPU = [
     Part(name="pixels", command="bench_pixels.py --precisions bf16 --batch 8 --device cuda", timeout_s=60),

@@ -204,7 +204,6 @@ def test_every_part_names_a_script_and_options_that_it_takes(script):
         text = (ROOT / "scripts" / name).read_text()
         for option in (word for word in options if word.startswith("--")):
             assert f'"{option}"' in text, f"{part.name}: {option}"
-    assert [part.name for part in benchmark.FULL] == [part.name for part in benchmark.QUICK]
 
 
 def test_epoch_gives_both_the_same_work(script, monkeypatch, color_folder, tmp_path):
