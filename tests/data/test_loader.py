@@ -272,6 +272,28 @@ def test_loader_that_cannot_start_all_workers_leaves_none(make_loader, monkeypat
     assert started[0].exitcode == -signal.SIGKILL
 
 
+def test_loader_does_not_wait_for_a_lock_that_a_lost_worker_held(make_loader):
+    """A worker looks at torch's event between batches, under a lock that stays taken if it dies there."""
+    loader = make_loader(workers=1)
+    batches = loader.epoch(0)
+    next(batches)
+    iterator = loader._loader._iterator
+    iterator._workers_done_event._cond.acquire()
+    iterator._workers[0].kill()
+    caught = []
+
+    def go_on():
+        try:
+            list(batches)
+        except RunError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert caught
+
+
 def test_loader_does_not_wait_for_a_worker_that_does_not_end(make_loader, monkeypatch):
     def init(worker):
         init_worker(worker)

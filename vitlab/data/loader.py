@@ -221,8 +221,6 @@ class Loader:
         iterator: Any = self._loader._iterator
         if iterator is not None:
             iterator._shutdown_workers()
-            for worker in iterator._workers:  # torch has waited and sent SIGTERM, which ours ignore
-                worker.kill()
             self._loader._iterator = None
 
 
@@ -243,16 +241,41 @@ class _TorchLoader(DataLoader[Batch]):
 
 
 class _TorchIterator(_MultiProcessingDataLoaderIter):
-    """Torch's iterator, which leaves nothing behind where it cannot be made to its end."""
+    """Torch's iterator, which ends its workers without asking them.
+
+    Asking takes a lock that a worker which died may have held, and would then wait without end. A worker keeps
+    nothing that is worth an orderly end: it writes no file, and its shared memory has no name.
+    """
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         try:
             super().__init__(loader)
         except OSError:
-            for worker in getattr(self, "_workers", ()):
-                worker.kill()
-            self._shutdown = True  # else its end would be an error of its own
+            self._shutdown_workers()
             raise
+
+    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
+        self._workers_status[worker_id] = False  # which torch does under that lock
+
+    def _shutdown_workers(self) -> None:
+        if getattr(self, "_shutdown", False):
+            return
+        self._shutdown = True
+        if getattr(self, "_worker_pids_set", False):  # before they end, else torch takes it for a loss
+            torch._C._remove_worker_pids(id(self))
+            self._worker_pids_set = False
+        if hasattr(self, "_pin_memory_thread"):  # reads what workers send, so it ends first
+            self._pin_memory_thread_done_event.set()
+            self._worker_result_queue.put((None, None))
+            self._pin_memory_thread.join(2 * torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL)
+        workers = getattr(self, "_workers", ())
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join()
+        for queue in (*getattr(self, "_index_queues", ()), self._worker_result_queue):
+            queue.cancel_join_thread()
+            queue.close()
 
 
 class _Samples(TorchDataset[Batch]):
