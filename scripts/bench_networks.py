@@ -1,4 +1,4 @@
-"""Measure a network's forward pass and training step beside timm's and torchvision's, in turns, in one process.
+"""Measure a network's forward pass and training step beside timm's and torchvision's, each in its process, in turns.
 
 Images of noise are on the device already. A training step is the forward pass, the mean cross-entropy, the backward
 pass and a step of AdamW, in float32 or under autocast to bf16, without dropout or drop path on either side. A forward
@@ -14,8 +14,9 @@ On two cores a precision of the four default networks takes 2 to 5 minutes, a co
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +24,9 @@ import timm
 import timm.optim
 import torch
 import torch.nn.functional as F
-from measuring import Row, compare, in_turns, matrix_rate, rate, write_rows
+from measuring import Row, Subject, compare, in_turns, matrix_rate, rate, serve, write_rows
 from timm.layers import set_fused_attn
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import swin_t
 from torchvision.models.vision_transformer import VisionTransformer
 from torchvision.ops import StochasticDepth
@@ -58,6 +59,7 @@ _OURS: dict[str, tuple[str, dict[str, Any]]] = {
 MODELS = ["vit_small", "swin_tiny", "davit_tiny", "vit_tiny_32"]
 _MORE = {"vit_tiny_32": 8}
 """So many times as many images in a batch."""
+SUBJECTS = ["vitlab", "timm, fused", "timm, unfused", "timm, channels-last", "torchvision"]
 _PEERS = {
     "timm": ("timm, fused",),
     "timm best": ("timm, fused", "timm, unfused", "timm, channels-last"),
@@ -80,17 +82,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the rows (else the terminal)")
+    parser.add_argument("--serve", choices=SUBJECTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, partial(prepare, args.serve))
+        return
+    names = ["vitlab", *(f"timm, {setting}" for setting in args.settings)]
+    names += [] if args.modes == ["compiled"] else ["torchvision"]
+    subjects = {name: Subject(__file__, name) for name in names}
+    try:
+        measure(args, subjects)
+    finally:
+        for subject in subjects.values():
+            subject.close()
+
+
+def measure(args: argparse.Namespace, subjects: Mapping[str, Subject]) -> None:
+    """Measure all that was asked for, and write the rows."""
     device = torch.device(args.device)
     rates = {name: matrix_rate(device, dtype_of(name)) for name in args.precisions}
-    rows = []
+    rows: list[Row] = []
     for name in args.models:
         for precision in args.precisions:
             for mode in args.modes:
                 for work in args.works:
-                    batch = args.batch * _MORE.get(name, 1)
-                    bench = Bench(name, work, precision, mode, batch, device, args.settings)
-                    rows += bench.rows(args.rounds, rates[precision])
+                    job = Job(name, work, precision, mode, args.batch * _MORE.get(name, 1), args.device)
+                    rows += rows_of(job, subjects, args.rounds, rates[precision])
                     if args.json:  # what is done stays where a limit of time ends the rest
                         write_rows(rows, args.json)
     if not args.json:
@@ -112,78 +129,83 @@ def our_optimizer(network: Network) -> torch.optim.Optimizer:
     return build_optimizer(OptimConfig(lr=1e-4, weight_decay=0.05), network)
 
 
+@dataclass(frozen=True)
+class Job:
+    """One network at one kind of work."""
+
+    model: str
+    work: Work
+    precision: str
+    mode: str
+    batch: int
+    device: str
+
+
+def rows_of(job: Job, subjects: Mapping[str, Subject], rounds: int, ceiling: float) -> list[Row]:
+    """Measure the subjects that can do a job, in turns."""
+    able = {name: partial(subject.measure, asdict(job)) for name, subject in subjects.items() if can_do(name, job)}
+    passes = 3 if job.work == "train_step" else 1
+    macs = passes * count_macs(build_ours(job.model))
+    rows = compare(
+        in_turns(able, rounds=rounds),
+        {peer: names for peer, names in _PEERS.items() if peer != "timm best" or len(set(names) & set(able)) > 1},
+        unit="images/s",
+        work=job.work,
+        subject=job.model,
+        precision=job.precision,
+        mode=job.mode,
+        device=torch.device(job.device).type,
+    )
+    return [replace(row, share=row.ours * macs / ceiling) for row in rows]
+
+
+def can_do(subject: str, job: Job) -> bool:
+    """Say whether a subject can do a job: compiled, none but ours and timm's in plain memory."""
+    if subject == "torchvision":
+        return job.mode == "eager" and build_torchvision(job.model) is not None
+    return job.mode == "eager" or subject != "timm, channels-last"
+
+
+def prepare(subject: str, **job: Any) -> Callable[[], float]:
+    """Build a subject's network, and give what times it once."""
+    return Bench(Job(**job)).timing(subject)
+
+
 class Bench:
-    """One network at one kind of work, ours and the peers'."""
+    """A job of one subject, ours or a peer's."""
 
-    def __init__(
-        self,
-        name: str,
-        work: Work,
-        precision: str,
-        mode: str,
-        batch: int,
-        device: torch.device,
-        settings: Sequence[str] = ("fused", "unfused", "channels-last"),
-    ) -> None:
-        self.name, self.work, self.precision, self.mode, self.device = name, work, precision, mode, device
-        self.settings = [name for name in settings if mode == "eager" or name != "channels-last"]
-        self.ours = build_ours(name)
-        self.images = torch.randn(batch, 3, *self.ours.image_size, device=device)
-        self.labels = torch.randint(_CLASSES, (batch,), device=device)
+    def __init__(self, job: Job) -> None:
+        self.job, self.device = job, torch.device(job.device)
+        side = build_ours(job.model).image_size
+        self.images = torch.randn(job.batch, 3, *side, device=self.device)
+        self.labels = torch.randint(_CLASSES, (job.batch,), device=self.device)
 
-    def rows(self, rounds: int, matrix_rate: float) -> list[Row]:
-        """Measure in turns."""
-        figures = in_turns(self.subjects(), rounds=rounds)
-        passes = 3 if self.work == "train_step" else 1
-        macs = passes * count_macs(self.ours)
-        rows = compare(
-            figures,
-            {peer: names for peer, names in _PEERS.items() if peer != "timm best" or len(self.settings) > 1},
-            unit="images/s",
-            work=self.work,
-            subject=self.name,
-            precision=self.precision,
-            mode=self.mode,
-            device=self.device.type,
-        )
-        return [replace(row, share=row.ours * macs / matrix_rate) for row in rows]
-
-    def subjects(self) -> dict[str, Callable[[], float]]:
-        """Give what times each network once, ours and the peers' with their settings."""
-        subjects = {"vitlab": self._measure(self.ours)}
-        for setting in self.settings:
-            set_fused_attn(setting != "unfused")
-            peer = self._build_timm()
-            images = self.images
-            if setting == "channels-last":
-                peer, images = peer.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
-            subjects[f"timm, {setting}"] = self._measure(peer, images=images)
-        torchvisions = None if self.mode == "compiled" else build_torchvision(self.name)
-        if torchvisions is not None:
-            subjects["torchvision"] = self._measure(torchvisions)
-        return subjects
-
-    def _build_timm(self) -> nn.Module:
-        name, options = TIMM[self.name]
-        network: nn.Module = timm.create_model(name, num_classes=_CLASSES, **options)
-        return network
-
-    def _measure(self, network: nn.Module, *, images: Tensor | None = None) -> Callable[[], float]:
-        """Give what times a network once."""
-        network = network.to(self.device).train(self.work == "train_step")
-        images = self.images if images is None else images
-        if self.mode == "compiled":
-            if isinstance(network, Network):
-                compile_blocks(network)
-            else:
-                network.compile()
-        if self.work == "forward":
+    def timing(self, subject: str) -> Callable[[], float]:
+        """Give what times a subject once."""
+        name, job = self.job.model, self.job
+        if subject == "vitlab":
+            network: nn.Module = build_ours(name)
+        elif subject == "torchvision":
+            torchvisions = build_torchvision(name)
+            assert torchvisions is not None
+            network = torchvisions
+        else:
+            set_fused_attn(subject != "timm, unfused")
+            peer, options = TIMM[name]
+            network = timm.create_model(peer, num_classes=_CLASSES, **options)
+        network = network.to(self.device).train(job.work == "train_step")
+        if subject == "timm, channels-last":
+            network = network.to(memory_format=torch.channels_last)
+            self.images = self.images.to(memory_format=torch.channels_last)
+        if job.mode == "compiled":
+            compile_blocks(network) if isinstance(network, Network) else network.compile()
+        if job.work == "forward":
             if isinstance(network, Network):
                 pack(network)
-            return lambda: rate(lambda: self._forward(network, images), len(images), self.device, least_s=0.5)
+            return lambda: rate(lambda: self._forward(network), job.batch, self.device, least_s=0.5)
         optimizer = self._optimizer(network)
         least_s = 0.0 if self.device.type == "cpu" else 0.3
-        return lambda: rate(lambda: self._step(network, optimizer, images), len(images), self.device, least_s=least_s)
+        return lambda: rate(lambda: self._step(network, optimizer), job.batch, self.device, least_s=least_s)
 
     def _optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
         if isinstance(network, Network):
@@ -191,13 +213,13 @@ class Bench:
         made: torch.optim.Optimizer = timm.optim.create_optimizer_v2(network, opt="adamw", lr=1e-4, weight_decay=0.05)
         return made
 
-    def _forward(self, network: nn.Module, images: Tensor) -> None:
-        with torch.inference_mode(), autocast(self.device, self.precision):
-            network(images)
+    def _forward(self, network: nn.Module) -> None:
+        with torch.inference_mode(), autocast(self.device, self.job.precision):
+            network(self.images)
 
-    def _step(self, network: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor) -> None:
-        with autocast(self.device, self.precision):
-            logits = network(images)
+    def _step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with autocast(self.device, self.job.precision):
+            logits = network(self.images)
         F.cross_entropy(logits.float(), self.labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()

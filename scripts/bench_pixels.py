@@ -1,4 +1,4 @@
-"""Measure a training step of an ImageGPT beside transformers', in turns, in one process.
+"""Measure a training step of an ImageGPT beside transformers', each in its process, in turns.
 
 Both learn the next pixel of the same random images, with the same weights, in float32 or under autocast to bf16: the
 forward pass, the mean cross-entropy of the colours, the backward pass and a step of AdamW (theirs torch's fused one, as
@@ -10,22 +10,26 @@ minute.
 """
 
 import argparse
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from bench_networks import autocast, dtype_of, our_optimizer
 from bench_sampling import build
-from measuring import Row, compare, in_turns, matrix_rate, rate, write_rows
-from torch import Tensor
+from measuring import Row, Subject, compare, in_turns, matrix_rate, rate, serve, write_rows
+from torch import Tensor, nn
 from transformers import ImageGPTForCausalImageModeling
 
 from vitlab.engine.compilation import compile_blocks
+from vitlab.models.catalog import create_model
 from vitlab.models.costs import count_macs
 from vitlab.models.imagegpt import ImageGPT
+
+SUBJECTS = ["vitlab", "transformers"]
 
 
 def main() -> None:
@@ -39,41 +43,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the rows (else the terminal)")
+    parser.add_argument("--serve", choices=SUBJECTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    rows = [row for precision in args.precisions for mode in args.modes for row in measure(args, precision, mode)]
+    if args.serve:
+        serve(args.serve, partial(prepare, args.serve))
+        return
+    subjects = {name: Subject(__file__, name) for name in SUBJECTS}
+    rows = [
+        row for precision in args.precisions for mode in args.modes for row in measure(args, subjects, precision, mode)
+    ]
+    for subject in subjects.values():
+        subject.close()
     write_rows(rows, args.json)
 
 
-def measure(args: argparse.Namespace, precision: str, mode: str) -> list[Row]:
+def measure(args: argparse.Namespace, subjects: Mapping[str, Subject], precision: str, mode: str) -> list[Row]:
     """Time both in turns."""
     device = torch.device(args.device)
-    peer, network = build(args.name, args.device, image_size=args.image_size)
-    peer.train(), network.train()
-    num_pixels = math.prod(network.image_size)
-    tokens = torch.randint(network.config.num_colors, (args.batch, num_pixels), device=device)
-
-    def stepping(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-        def step() -> None:
-            loss().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-
-        least_s = 0.0 if device.type == "cpu" else 0.3
-        return lambda: rate(step, tokens.numel(), device, least_s=least_s)
-
-    if mode == "compiled":
-        compile_blocks(network)
-        peer.compile()
-    subjects = {
-        "vitlab": stepping(loss_of(network, tokens, precision), our_optimizer(network)),
-        "transformers": stepping(
-            loss_of(peer, tokens, precision), torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
-        ),
-    }
-    macs = 3 * count_macs(network) / num_pixels
+    fields = {"name": args.name, "image_size": args.image_size, "batch": args.batch, "device": args.device}
+    job = {**fields, "precision": precision, "mode": mode}
+    network = create_model(args.name, bias=True, image_size=args.image_size)
+    macs = 3 * count_macs(network) / args.image_size**2
     ceiling = matrix_rate(device, dtype_of(precision))
     rows = compare(
-        in_turns(subjects, rounds=args.rounds),
+        in_turns({name: partial(subject.measure, job) for name, subject in subjects.items()}, rounds=args.rounds),
         {"transformers": ("transformers",)},
         unit="tokens/s",
         work="train_step",
@@ -84,6 +77,32 @@ def measure(args: argparse.Namespace, precision: str, mode: str) -> list[Row]:
         note=f"{args.batch} x {args.image_size}x{args.image_size} pixels",
     )
     return [replace(row, share=row.ours * macs / ceiling) for row in rows]
+
+
+def prepare(
+    subject: str, *, name: str, image_size: int, batch: int, device: str, precision: str, mode: str
+) -> Callable[[], float]:
+    """Build a subject's network, and give what times a step of it once."""
+    peer, ours = build(name, device, image_size=image_size)
+    network: Any = (ours if subject == "vitlab" else peer).train()
+    tokens = torch.randint(ours.config.num_colors, (batch, image_size**2), device=device)
+    if mode == "compiled":
+        compile_blocks(ours) if subject == "vitlab" else network.compile()
+    loss = loss_of(network, tokens, precision)
+    optimizer = our_optimizer(ours) if subject == "vitlab" else adamw(network)
+
+    def step() -> None:
+        loss().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    least_s = 0.0 if tokens.device.type == "cpu" else 0.3
+    return lambda: rate(step, tokens.numel(), tokens.device, least_s=least_s)
+
+
+def adamw(network: nn.Module) -> torch.optim.Optimizer:
+    """Build transformers' AdamW, which is torch's."""
+    return torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
 
 
 def loss_of(network: ImageGPT | ImageGPTForCausalImageModeling, tokens: Tensor, precision: str) -> Callable[[], Tensor]:

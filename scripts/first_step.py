@@ -9,8 +9,7 @@ under autocast to bf16, and its seconds are printed; the compiler itself is impo
 import argparse
 import time
 
-import torch
-from bench_networks import TIMM, Bench
+from bench_networks import TIMM, Bench, Job
 
 
 def main() -> None:
@@ -21,8 +20,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     args = parser.parse_args()
-    bench = Bench(args.model, "train_step", "bf16", "compiled", args.batch, torch.device(args.device))
-    step = bench.subjects()[args.subject]
+    step = Bench(Job(args.model, "train_step", "bf16", "compiled", args.batch, args.device)).timing(args.subject)
     began = time.perf_counter()
     step()
     print(time.perf_counter() - began)

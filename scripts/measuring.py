@@ -1,6 +1,8 @@
 """What the benchmarks share: subjects timed in turns, and the rows of figures that come of it."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +10,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+
+from vitlab.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,56 @@ def in_turns(subjects: Mapping[str, Callable[[], float]], *, rounds: int, uncoun
             if turn >= uncounted:
                 figures[name].append(figure)
     return figures
+
+
+class Subject:
+    """A subject in a process of its own, whose memory is its own too: ours keeps what it frees, as our commands do."""
+
+    def __init__(self, script: str, name: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, script, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._line()  # it has loaded what it needs, and takes no time from what is measured now
+
+    def measure(self, job: Mapping[str, object]) -> float:
+        """Have it measure a job once; the first time it prepares it.
+
+        Raises:
+            RuntimeError: the process has ended, and said why.
+        """
+        try:
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+            return float(self._line())
+        except (BrokenPipeError, ValueError):
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()} at {job}") from None
+
+    def _line(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve(name: str, prepare: Callable[..., Callable[[], float]]) -> None:
+    """Be the process of a `Subject`: measure what standard input asks for until it ends.
+
+    Args:
+        name: of the subject.
+        prepare: takes the fields of a job by name, and gives what measures it once.
+    """
+    if name == "vitlab":
+        keep_freed_memory()
+    print("ready", flush=True)
+    last, measure = "", None
+    for line in sys.stdin:
+        if measure is None or line != last:
+            measure = None  # its memory goes first
+            last, measure = line, prepare(**json.loads(line))
+        print(measure(), flush=True)
 
 
 def ratio_of(ours: Sequence[float], theirs: Sequence[float], *, unit: str) -> float:

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from vitlab.allocator import keep_freed_memory
 from vitlab.data.cache import free_memory
 from vitlab.models.catalog import create_model
 
@@ -122,6 +123,8 @@ def in_process(args: argparse.Namespace, name: str, subject: str, mode: str) -> 
 def measure(args: argparse.Namespace, name: str, subject: str, *, checkpointed: bool) -> tuple[float, float]:
     """Give the growth of the peak in MiB over some steps, and the seconds of the last."""
     device = torch.device(args.device)
+    if subject == "vitlab":
+        keep_freed_memory()  # as our commands do
 
     def step(loss: Callable[[], Tensor]) -> float:
         began = time.perf_counter()

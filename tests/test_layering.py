@@ -7,6 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vitlab"
 GROUND = {
+    "allocator",
     "checks",
     "config",
     "course_sections",

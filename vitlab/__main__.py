@@ -102,7 +102,9 @@ def _run(arguments: Sequence[str]) -> int:
         code = 0
     else:
         from vitlab import commands
+        from vitlab.allocator import keep_freed_memory
 
+        keep_freed_memory()
         code = int(getattr(commands, name)(options))
     sys.stdout.flush()  # here, where a failure is told in one line
     return code

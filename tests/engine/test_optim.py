@@ -1,7 +1,10 @@
 """Learning rates and parameter groups."""
 
+import copy
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import timm.optim
@@ -195,6 +198,41 @@ def test_adamw_and_its_groups_are_those_of_timm(name):
         assert list(map(id, own["params"])) == list(map(id, other["params"]))
 
 
+def test_adamw_makes_torchs_steps_and_keeps_its_state():
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(4, 3, generator=generator), torch.randn(3, generator=generator)]
+    ours, theirs = ([torch.nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+    settings = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.5, 0.75), "fused": True}
+    optimizers = [type(build_optimizer(OptimConfig(), network(depth=1)))(ours, **settings)]
+    optimizers.append(torch.optim.AdamW(theirs, **settings))
+    for step in range(4):
+        for optimizer, parameters in zip(optimizers, (ours, theirs), strict=True):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = start[number].cos() * (step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in parameters)
+        if step == 1:
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    for number in range(2):
+        pair = [state["state"][number] for state in states]
+        assert all(torch.equal(pair[0][key], pair[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_adamw_does_not_load_torchs_compiler():
+    """Its import takes over a second of every run."""
+    code = "import sys, torch; from vitlab.config import OptimConfig; from vitlab.engine.optim import build_optimizer; "
+    code += "from vitlab.models.catalog import create_model; "
+    code += "net = create_model('vit_tiny', image_size=8, patch_size=4, embed_dim=24, depth=1); "
+    code += "made = build_optimizer(OptimConfig(), net); net(torch.zeros(1, 3, 8, 8)).sum().backward(); "
+    code += "made.step(); made.zero_grad(); made.load_state_dict(made.state_dict()); "
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_adamw_has_timms_settings():
     small = network(depth=1)
     config = OptimConfig(lr=0.1, weight_decay=0.3, betas=(0.5, 0.75))
@@ -203,7 +241,7 @@ def test_adamw_has_timms_settings():
         parameter_groups(small, weight_decay=0.3, layer_decay=None),
         opt="adamw", lr=0.1, weight_decay=0.0, betas=(0.5, 0.75), fused=True,
     )  # fmt: skip
-    assert type(ours) is type(theirs)
+    assert isinstance(ours, type(theirs))
     assert ours.defaults == theirs.defaults
     assert [group | {"params": []} for group in ours.param_groups] == [
         group | {"params": []} for group in theirs.param_groups

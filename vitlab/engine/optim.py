@@ -179,7 +179,7 @@ def _create(
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": lr, "weight_decay": 0.0, **betas}
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, fused=True, **options)  # one pass over memory in place of a dozen
+        return _AdamW(groups, fused=True, **options)  # one pass over memory in place of a dozen
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
     known = inspect.signature(get_optimizer_class(config.name, bind_defaults=False)).parameters
@@ -188,6 +188,19 @@ def _create(
         groups, opt=config.name, momentum=config.momentum, **options, **fused
     )
     return created
+
+
+class _AdamW(torch.optim.AdamW):
+    """Torch's AdamW without the marks on its methods that keep torch's compiler out.
+
+    Nothing compiles a step of ours, and the first marked method to be called imports that compiler: over a second.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 def require_shardable(config: OptimConfig) -> None:

@@ -1,0 +1,60 @@
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from vitlab import allocator
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone gives large blocks back")
+
+FAULTS = """
+import resource, torch
+from vitlab.allocator import keep_freed_memory
+kept = keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+counts = [faults() for _ in range(20)][-4:]  # after small objects have found their places
+print(int(kept), sum(counts) * resource.getpagesize() // 2**20)
+"""
+
+
+def kept_and_mib_of_faults(**environment):
+    variables = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "TUNABLES" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS],
+        capture_output=True,
+        text=True,
+        env=variables | {"OMP_NUM_THREADS": "1"} | environment,
+        check=True,
+    )
+    kept, mib = map(int, done.stdout.split())
+    return bool(kept), mib
+
+
+def test_freed_memory_is_used_again_without_the_system():
+    kept, mib = kept_and_mib_of_faults()
+    assert kept
+    assert mib <= 8, "of 256 MiB that were written"
+
+
+@pytest.mark.parametrize(
+    "environment", [{"MALLOC_MMAP_THRESHOLD_": "1048576"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1048576"}]
+)
+def test_what_the_environment_sets_is_obeyed(environment):
+    kept, mib = kept_and_mib_of_faults(**environment)
+    assert not kept
+    assert mib >= 200, "of 256 MiB that were written"
+
+
+def test_other_settings_of_the_allocator_do_not_hinder():
+    kept, _ = kept_and_mib_of_faults(GLIBC_TUNABLES="glibc.malloc.hugetlb=1")
+    assert kept
+
+
+def test_a_c_library_without_such_settings_is_left_alone(monkeypatch):
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
+    assert allocator.keep_freed_memory() is False
