@@ -64,7 +64,7 @@ _SHORT = "--photo_batches 1 --cifar_batches 1 --predicted 8 --rounds 1 --uncount
 _CIFAR = "--subject cifar --image_size 32 --images 4000"
 _SQUARE = "--models imagegpt_small --image_size 64 --batch_size 1 --precision bf16 --steps 1"
 FULL = [
-    Part(name="networks_bf16", command="bench_networks.py --precisions bf16 --rounds 3", tiny=_TINY, timeout_s=900),
+    Part(name="networks_bf16", command="bench_networks.py --precisions bf16 --rounds 5", tiny=_TINY, timeout_s=900),
     Part(
         name="networks_fp32",
         command="bench_networks.py --precisions fp32 --batch 8 --rounds 2",

@@ -105,8 +105,8 @@ class OptimConfig:
         require_fractions(self, "decay_at", section="optim")
         require_fractions(self, "momentum", section="optim")
         require(
-            self.betas is None or all(0.0 <= beta < 1.0 for beta in self.betas),
-            f"optim.betas is {self.betas}: give numbers from 0 to below 1",
+            self.betas is None or (len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)),
+            f"optim.betas is {self.betas}: give two numbers from 0 to below 1",
         )
 
 

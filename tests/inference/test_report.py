@@ -170,6 +170,7 @@ def test_worst_mistakes_show_the_images_they_name(model_of):
     assert note is None
     assert [(m.path, m.true, m.predicted) for m in mistakes] == [("x", "b", "a"), ("z", "b", "a")]
     assert mistakes[0].confidence == pytest.approx(1 / (1 + np.exp(-4)))
+    assert mistakes[0].true_probability == pytest.approx(1 / (1 + np.exp(4)))
     assert all(m.picture.startswith("data:image/jpeg") and m.map.startswith("data:image/jpeg") for m in mistakes)
 
 

@@ -5,6 +5,7 @@ The network's own probabilities, divided by its temperature, are what the page c
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Mistake:
     true: str
     predicted: str
     confidence: float
+    true_probability: float
     picture: str
     """What the network saw, a `data:` address."""
     map: str | None
@@ -227,6 +229,7 @@ def worst_mistakes(model: ModelFile, split: Split, images: ImageScores) -> tuple
                         true=model.classes[worst.label[index]],
                         predicted=model.classes[worst.predicted[index]],
                         confidence=float(worst.confidence[index]),
+                        true_probability=math.exp(-worst.nll[index]),
                         picture=thumbnail_uri(enlarge(picture), side=_PICTURE_SIDE),
                         map=shown,
                     )
