@@ -24,7 +24,7 @@ import timm
 import timm.optim
 import torch
 import torch.nn.functional as F
-from measuring import Row, Subject, compare, in_turns, matrix_rate, rate, serve, write_rows
+from measuring import Row, Subject, compare, in_turns, matrix_rate, rate, serve, subjects_in_processes, write_rows
 from timm.layers import set_fused_attn
 from torch import nn
 from torchvision.models import swin_t
@@ -89,12 +89,8 @@ def main() -> None:
         return
     names = ["vitlab", *(f"timm, {setting}" for setting in args.settings)]
     names += [] if args.modes == ["compiled"] else ["torchvision"]
-    subjects = {name: Subject(__file__, name) for name in names}
-    try:
+    with subjects_in_processes(__file__, names) as subjects:
         measure(args, subjects)
-    finally:
-        for subject in subjects.values():
-            subject.close()
 
 
 def measure(args: argparse.Namespace, subjects: Mapping[str, Subject]) -> None:
@@ -106,7 +102,8 @@ def measure(args: argparse.Namespace, subjects: Mapping[str, Subject]) -> None:
         for precision in args.precisions:
             for mode in args.modes:
                 for work in args.works:
-                    job = Job(name, work, precision, mode, args.batch * _MORE.get(name, 1), args.device)
+                    batch = args.batch * _MORE.get(name, 1)
+                    job = Job(model=name, work=work, precision=precision, mode=mode, batch=batch, device=args.device)
                     rows += rows_of(job, subjects, args.rounds, rates[precision])
                     if args.json:  # what is done stays where a limit of time ends the rest
                         write_rows(rows, args.json)
@@ -129,7 +126,7 @@ def our_optimizer(network: Network) -> torch.optim.Optimizer:
     return build_optimizer(OptimConfig(lr=1e-4, weight_decay=0.05), network)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One network at one kind of work."""
 

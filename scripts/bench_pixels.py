@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from bench_networks import autocast, dtype_of, our_optimizer
 from bench_sampling import build
-from measuring import Row, Subject, compare, in_turns, matrix_rate, rate, serve, write_rows
+from measuring import Row, Subject, compare, in_turns, matrix_rate, rate, serve, subjects_in_processes, write_rows
 from torch import Tensor, nn
 from transformers import ImageGPTForCausalImageModeling
 
@@ -48,12 +48,9 @@ def main() -> None:
     if args.serve:
         serve(args.serve, partial(prepare, args.serve))
         return
-    subjects = {name: Subject(__file__, name) for name in SUBJECTS}
-    rows = [
-        row for precision in args.precisions for mode in args.modes for row in measure(args, subjects, precision, mode)
-    ]
-    for subject in subjects.values():
-        subject.close()
+    kinds = [(precision, mode) for precision in args.precisions for mode in args.modes]
+    with subjects_in_processes(__file__, SUBJECTS) as subjects:
+        rows = [row for kind in kinds for row in measure(args, subjects, *kind)]
     write_rows(rows, args.json)
 
 

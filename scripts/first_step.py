@@ -20,7 +20,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     args = parser.parse_args()
-    step = Bench(Job(args.model, "train_step", "bf16", "compiled", args.batch, args.device)).timing(args.subject)
+    job = Job(
+        model=args.model, work="train_step", precision="bf16", mode="compiled", batch=args.batch, device=args.device
+    )
+    step = Bench(job).timing(args.subject)
     began = time.perf_counter()
     step()
     print(time.perf_counter() - began)

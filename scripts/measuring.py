@@ -1,10 +1,12 @@
 """What the benchmarks share: subjects timed in turns, and the rows of figures that come of it."""
 
+import gc
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -47,6 +49,19 @@ def in_turns(subjects: Mapping[str, Callable[[], float]], *, rounds: int, uncoun
     return figures
 
 
+@contextmanager
+def subjects_in_processes(script: str, names: Sequence[str]) -> Iterator[dict[str, "Subject"]]:
+    """Give each subject of a script a process of its own, ready to measure."""
+    subjects = {name: Subject(script, name) for name in names}
+    try:
+        for subject in subjects.values():
+            subject.wait_until_ready()  # one that still loads would take time from what is measured
+        yield subjects
+    finally:
+        for subject in subjects.values():
+            subject.close()
+
+
 class Subject:
     """A subject in a process of its own, whose memory is its own too: ours keeps what it frees, as our commands do."""
 
@@ -54,19 +69,29 @@ class Subject:
         self._process = subprocess.Popen(
             [sys.executable, script, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._line()  # it has loaded what it needs, and takes no time from what is measured now
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has loaded what it needs.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if (said := self._line()) != "ready\n":
+            raise RuntimeError(f"{self._process.args!r} said {said!r} in place of ready")
 
     def measure(self, job: Mapping[str, object]) -> float:
         """Have it measure a job once; the first time it prepares it.
 
         Raises:
-            RuntimeError: the process has ended, and said why.
+            RuntimeError: it gave no figure.
         """
+        said = ""
         try:
             print(json.dumps(job), file=self._process.stdin, flush=True)
-            return float(self._line())
+            said = self._line()
+            return float(said)
         except (BrokenPipeError, ValueError):
-            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()} at {job}") from None
+            raise RuntimeError(f"{self._process.args!r} said {said!r} of {job}") from None
 
     def _line(self) -> str:
         assert self._process.stdout
@@ -74,9 +99,8 @@ class Subject:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.kill()
+        self._process.communicate()
 
 
 def serve(name: str, prepare: Callable[..., Callable[[], float]]) -> None:
@@ -93,6 +117,8 @@ def serve(name: str, prepare: Callable[..., Callable[[], float]]) -> None:
     for line in sys.stdin:
         if measure is None or line != last:
             measure = None  # its memory goes first
+            gc.collect()
+            torch.cuda.empty_cache()
             last, measure = line, prepare(**json.loads(line))
         print(measure(), flush=True)
 

@@ -40,6 +40,7 @@ def fails(capsys, *arguments: str) -> str:
         (["train", "--data.val_fraction", "3"], "data.val_fraction is 3.0: give a number between 0 and 1"),
         (["train", "--optim.lr", "nan"], "--optim.lr is nan: give a number"),
         (["train", "--optim.lr", "-1"], "optim.lr is -1.0: give more than 0"),
+        (["train", "--optim.betas", "0.9", "1.0"], "optim.betas is (0.9, 1.0): give two numbers from 0 to below 1"),
         (["train", "--data.channels", "4"], "--data.channels is 4: give one of 1, 3"),
         (
             ["train", "--data.root", "x", "--data.channels", "1", "--data.mean", "0.5", "0.5", "0.5"],

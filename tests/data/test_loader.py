@@ -272,6 +272,27 @@ def test_loader_that_cannot_start_all_workers_leaves_none(make_loader, monkeypat
     assert started[0].exitcode == -signal.SIGKILL
 
 
+def test_loader_ends_its_workers_in_order(make_loader):
+    """A killed one may leave a batch in shared memory."""
+    loader = make_loader(array_split(200), batch_size=2, workers=2)
+    for batches_read in (1, 3):
+        batches = loader.epoch(0)
+        for _ in range(batches_read):
+            next(batches)
+        workers = loader._loader._iterator._workers
+        loader.close()
+        assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def test_loader_says_why_it_cannot_start(make_loader, monkeypatch):
+    def fail(context):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing.context.BaseContext, "Queue", fail)
+    with pytest.raises(RunError, match=r"cannot be started \(No space left on device\): give fewer workers than 2"):
+        next(make_loader(workers=2).epoch(0))
+
+
 def test_loader_does_not_wait_for_a_lock_that_a_lost_worker_held(make_loader):
     """A worker looks at torch's event between batches, under a lock that stays taken if it dies there."""
     loader = make_loader(workers=1)
@@ -301,7 +322,7 @@ def test_loader_does_not_wait_for_a_worker_that_does_not_end(make_loader, monkey
 
     init_worker = module._init_worker
     monkeypatch.setattr(module, "_init_worker", init)
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr(module, "_END_S", 0.2)
     loader = make_loader(workers=1)
     next(loader.epoch(0))
     worker = loader._loader._iterator._workers[0]
@@ -349,6 +370,13 @@ if sys.argv[1] == "exit":
     sys.exit(3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_loader_leaves_no_folder_behind(tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", LEAVE, "exit"], env=environment, timeout=60, check=False)
+    assert done.returncode == 3
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("how", "code"), [("exit", 3), ("kill", -signal.SIGKILL)])

@@ -5,16 +5,19 @@ the same for any number of workers, and after any interruption.
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import multiprocessing.queues
+import multiprocessing.util
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
+from vitlab.allocator import return_freed_memory
 from vitlab.checks import require
 from vitlab.data.augment import TrainTransform
 from vitlab.data.images import ImageError
@@ -37,6 +41,9 @@ Transform = Callable[[NDArray[np.uint8], int], NDArray[np.uint8]]
 
 _MAX_WORKERS = 8
 
+
+_END_S = 2.0
+"""What is waited for an end that was asked for."""
 
 _LEFT_TO_MAIN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -204,6 +211,8 @@ class Loader:
         if self._loader._iterator is None:
             # Before multiprocessing's own exit, which sends SIGTERM and waits: our workers ignore it.
             atexit.register(self._close_at_exit)
+            multiprocessing.util.get_temp_dir()  # workers inherit it; one of its own would stay where one is killed
+            return_freed_memory()  # else workers hold pages of it that this process then copies one by one
         # Workers are born with signals held back, so that none ends one before `_init_worker` has it ignore them.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_MAIN)
         in_main = threading.current_thread() is threading.main_thread()
@@ -241,16 +250,19 @@ class _TorchLoader(DataLoader[Batch]):
 
 
 class _TorchIterator(_MultiProcessingDataLoaderIter):
-    """Torch's iterator, which ends its workers without asking them.
+    """Torch's iterator, which ends its workers without torch's event.
 
-    Asking takes a lock that a worker which died may have held, and would then wait without end. A worker keeps
-    nothing that is worth an orderly end: it writes no file, and its shared memory has no name.
+    That event has a lock which a worker that died may have held, and whoever takes it then waits without end. Ours are
+    asked by a number that has none, and killed where they do not end soon: a worker killed as it hands over a batch may
+    leave the batch in /dev/shm.
     """
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
+        self._leaving = cast(_Samples, loader.dataset).leaving
+        self._leaving.value = False
         try:
             super().__init__(loader)
-        except OSError:
+        except BaseException:
             self._shutdown_workers()
             raise
 
@@ -264,18 +276,27 @@ class _TorchIterator(_MultiProcessingDataLoaderIter):
         if getattr(self, "_worker_pids_set", False):  # before they end, else torch takes it for a loss
             torch._C._remove_worker_pids(id(self))
             self._worker_pids_set = False
-        if hasattr(self, "_pin_memory_thread"):  # reads what workers send, so it ends first
-            self._pin_memory_thread_done_event.set()
-            self._worker_result_queue.put((None, None))
-            self._pin_memory_thread.join(2 * torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL)
-        workers = getattr(self, "_workers", ())
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.join()
-        for queue in (*getattr(self, "_index_queues", ()), self._worker_result_queue):
-            queue.cancel_join_thread()
-            queue.close()
+        workers, queues = getattr(self, "_workers", ()), getattr(self, "_index_queues", ())
+        try:
+            if hasattr(self, "_pin_memory_thread"):  # reads what workers send: without end, where one died as it wrote
+                self._pin_memory_thread_done_event.set()
+                self._worker_result_queue.put((None, None))
+                self._pin_memory_thread.join(_END_S)
+            self._leaving.value = True
+            for queue in queues:
+                queue.put((0, ()))  # wakes one that waits for something to read
+            deadline = time.monotonic() + _END_S
+            for worker in workers:
+                worker.join(max(deadline - time.monotonic(), 0.0))
+        finally:
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.join(_END_S)  # one that the system holds in a read of a disk does not end even so
+            for queue in (*queues, getattr(self, "_worker_result_queue", None)):
+                if queue is not None:
+                    queue.cancel_join_thread()
+                    queue.close()
 
 
 class _Samples(TorchDataset[Batch]):
@@ -283,12 +304,16 @@ class _Samples(TorchDataset[Batch]):
 
     def __init__(self, split: Split, transform: Transform, seed: int) -> None:
         self.split, self.transform, self.seed = split, transform, seed
+        self.leaving = multiprocessing.RawValue(ctypes.c_bool, False)
+        """Whether workers are to end; shared with them."""
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        self._leave_if_asked()
         pixels: list[NDArray[np.uint8]] = []
         read: list[int] = []
         errors: list[ImageError] = []
         for epoch, index, repeat in keys:
+            self._leave_if_asked()
             try:
                 pixels.append(self._load(index, derive_seed(self.seed, "augment", epoch, index, repeat)))
                 read.append(index)
@@ -302,6 +327,10 @@ class _Samples(TorchDataset[Batch]):
             indices=torch.tensor(read, dtype=torch.int64),
             errors=tuple(errors),
         )
+
+    def _leave_if_asked(self) -> None:
+        if self.leaving.value and multiprocessing.parent_process():
+            raise KeyboardInterrupt  # what torch's loop takes for a quiet end
 
     def _load(self, index: int, seed: int) -> NDArray[np.uint8]:
         if isinstance(self.transform, TrainTransform):
