@@ -67,7 +67,7 @@ FULL = [
     Part(name="networks_bf16", command="bench_networks.py --precisions bf16 --rounds 5", tiny=_TINY, timeout_s=900),
     Part(
         name="networks_fp32",
-        command="bench_networks.py --precisions fp32 --batch 8 --rounds 2",
+        command="bench_networks.py --precisions fp32 --batch 8 --rounds 4",
         tiny=_TINY,
         timeout_s=1200,
     ),
