@@ -10,8 +10,8 @@ a time limit; its docstring says what is compared and how. What is done is kept 
 goes on after a stop; once all is written, it is removed. The README's table stands between `<!-- performance -->` and
 `<!-- /performance -->`; the notes of docs/performance_notes.md are put into the page.
 
-Estimated minutes on two cores that do nothing else, 34 in all: networks_bf16 5.5, networks_fp32 4.5, networks_compiled 2,
-swin_compiled 2.5, pixels 1.5, sampling 1.5, loading_photos 1, loading_cifar 1, epoch_photos 2.5, epoch_cifar 2.5,
+Estimated minutes on two cores that do nothing else, 34 in all: networks_bf16 5.5, networks_fp32 4.5, networks_compiled
+2, swin_compiled 2.5, pixels 1.5, sampling 1.5, loading_photos 1, loading_cifar 1, epoch_photos 2.5, epoch_cifar 2.5,
 cold_start 3, memory 2, memory_pixels 2, growth 2.
 `--quick` takes tiny sizes, to see that all runs: its figures mean nothing, and it writes into runs/ alone.
 """
