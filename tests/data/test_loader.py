@@ -366,8 +366,8 @@ def test_loader_workers_leave_signals_to_the_main_process(make_loader):
     assert len(list(loader.epoch(1))) == 100  # a closed loader starts again
 
 
-LEAVE = """
-import os, sys, signal
+OPEN = """
+import multiprocessing, os, sys, signal
 import numpy as np
 from vitlab.data.loader import Loader
 from vitlab.data.preprocess import EvalTransform, Preprocess
@@ -376,24 +376,46 @@ images = np.zeros((900, 8, 8, 3), np.uint8)
 split = ArraySplit(name="train", labels=np.zeros(900, int), paths=["p"] * 900, images=images)
 loader = Loader(split, EvalTransform(Preprocess(image_size=(8, 8))), batch_size=8, workers=1)
 batches = loader.epoch(0)
+"""
+LEAVE = """
 next(batches)
 print(loader._loader._iterator._workers[0].pid, flush=True)
 if sys.argv[1] == "exit":
     sys.exit(3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+LEAVE_A_CHILD = """
+def child():
+    next(batches)
+    sys.exit(3)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join(20)
+print(process.exitcode)
+process.kill()
+"""
+
+
+def run_python(code, *arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+def test_loader_does_not_hold_up_a_child_of_multiprocessing():
+    done = run_python(OPEN + LEAVE_A_CHILD)
+    assert done.stdout == "3\n", done.stderr
 
 
 def test_loader_leaves_no_folder_behind(tmp_path):
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", LEAVE, "exit"], env=environment, timeout=60, check=False)
-    assert done.returncode == 3
+    done = run_python(OPEN + LEAVE, "exit", env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 3, done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("how", "code"), [("exit", 3), ("kill", -signal.SIGKILL)])
 def test_loader_workers_end_with_the_main_process(how, code):
-    done = subprocess.run([sys.executable, "-c", LEAVE, how], capture_output=True, text=True, timeout=60, check=False)
+    done = run_python(OPEN + LEAVE, how)
     assert done.returncode == code, done.stderr
     pid, deadline = int(done.stdout), time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and open_state(pid) != "Z":

@@ -4,7 +4,6 @@ A key (epoch, index, repeat) says all about a sample, so that worker processes h
 the same for any number of workers, and after any interruption.
 """
 
-import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.queues
@@ -140,7 +139,7 @@ class Loader:
         self._keys = KeySampler(
             split.labels, batch_size, seed, shuffle=shuffle, repeats=repeats, balanced=balanced, part=part
         )
-        self._close_at_exit = partial(_close, weakref.ref(self))  # weak: a forgotten loader is still collected
+        self._close_at_exit: multiprocessing.util.Finalize | None = None
         self._loader = _TorchLoader(
             _Samples(split, transform, seed),
             batch_sampler=self._keys,
@@ -209,8 +208,9 @@ class Loader:
         if self.workers == 0:
             return iter(self._loader)
         if self._loader._iterator is None:
-            # Before multiprocessing's own exit, which sends SIGTERM and waits: our workers ignore it.
-            atexit.register(self._close_at_exit)
+            # Before multiprocessing's own exit, which sends SIGTERM and waits: our workers ignore it. A child of
+            # multiprocessing runs these too, and nothing of atexit. Weak, so that a forgotten loader is collected.
+            self._close_at_exit = multiprocessing.util.Finalize(self, _close, (weakref.ref(self),), exitpriority=0)
             multiprocessing.util.get_temp_dir()  # workers inherit it; one of its own would stay where one is killed
             return_freed_memory()  # else workers hold pages of it that this process then copies one by one
         # Workers are born with signals held back, so that none ends one before `_init_worker` has it ignore them.
@@ -226,7 +226,8 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes; a later epoch starts new ones."""
-        atexit.unregister(self._close_at_exit)
+        if self._close_at_exit is not None:
+            self._close_at_exit.cancel()
         iterator: Any = self._loader._iterator
         if iterator is not None:
             iterator._shutdown_workers()
