@@ -7,7 +7,7 @@ best` the fastest of its own attention or torch's fused one, in plain or channel
 compiled block by block as `train.compile` does, theirs whole, in plain memory, since the compiler chooses its own;
 torchvision is left out, since a whole network takes half a minute to two to compile on two cores.
 
-On two cores a precision of the four default networks takes 2 to 5 minutes, a compiled one 2 to 3 more.
+On two cores a precision of the four default networks takes 4 to 6 minutes, a compiled one 2 to 3 more.
 
     python scripts/bench_networks.py --models vit_small swin_tiny --precisions bf16
     python scripts/bench_networks.py --models vit_small --works train_step --modes compiled --json compiled.json

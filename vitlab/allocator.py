@@ -14,7 +14,7 @@ def keep_freed_memory() -> bool:
     """Have glibc keep what this process frees, for its next tensors, until the process ends.
 
     glibc gives large blocks back to the system as soon as they are free. A training step then gets all its activations
-    anew, page by page, and the system clears each page: 5 to 15 % of a step's time on a processor.
+    anew, page by page, and the system clears each page: 2 to 14 % of a step's time on a processor.
     The most memory that a process holds grows by up to a tenth, by gaps between what it keeps.
 
     Returns:
