@@ -54,7 +54,7 @@ def plain_count(network):
     """Count with torch alone, every block."""
     images = torch.empty(1, network.in_channels, *network.image_size, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network(images)
+        network.forward_head(network.forward_features(images))
     return counter.get_total_flops() / 2
 
 

@@ -77,16 +77,16 @@ def test_propose_states_the_grids_and_the_padding_of_the_network(size, architect
     network = typed(proposal, device="meta")
     cut = {}  # of each stage, told by its width, the grid of whole windows
 
-    def record(partition_heads):
-        def recording(qkv, window, num_heads):
+    def record(partition):
+        def recording(qkv, window, *num_heads):
             _, H, W, D = qkv.shape
             cut[D] = (H, W, window)
-            return partition_heads(qkv, window, num_heads)
+            return partition(qkv, window, *num_heads)
 
         return recording
 
-    for module in (window_attention, davit):
-        monkeypatch.setattr(module, "partition_heads", record(module.partition_heads))
+    for module, name in ((window_attention, "partition_heads"), (davit, "partition")):
+        monkeypatch.setattr(module, name, record(getattr(module, name)))
     with torch.no_grad():
         grids = [output.shape[1:3] for output in network.forward_intermediates(torch.empty(1, 3, *size, device="meta"))]
     grids = list(dict.fromkeys((H, W) for H, W in grids))

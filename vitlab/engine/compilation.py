@@ -35,7 +35,7 @@ def compile_blocks(
             module.__class__ = _outside_graphs(kind)
     # Blocks of a pyramid differ in size from stage to stage, and torch fails to make code for any size of a DaViT's.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SIZES)
-    for block in network.repeated_blocks():
+    for block in network.compiled_blocks():
         block.compile(backend=backend, dynamic=False)
 
 

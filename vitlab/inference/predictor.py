@@ -103,7 +103,8 @@ class Predictor:
         if not len(images):
             return np.empty((0, len(self.classes)), np.float32)
         with self._in_float32():
-            return _mean([self._probabilities(self.network(view)) for view in self._views(images)])
+            features = [self.network.forward_features(view) for view in self._views(images)]
+            return _mean([self._probabilities(self.network.forward_head(each)) for each in features])
 
     @torch.inference_mode()
     def embed_batch(self, images: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

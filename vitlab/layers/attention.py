@@ -43,7 +43,7 @@ def attention(
     Returns:
         `(..., N, e)` in the values' dtype; a query that sees no key at all gets zeros.
 
-    Source: arXiv:1706.03762, eq. 1. Differs: the query is scaled before the product, so that float16 does not overflow.
+    Source: arXiv:1706.03762, eq. 1. Differs: in float16 the query is scaled before the product, which cannot overflow.
     """
     if _explicit_is_faster(query, key, bias):
         weights = attention_weights(
@@ -79,14 +79,25 @@ def attention_weights(
     Returns:
         Weights of which each row sums to 1, or to 0 for a query that sees no key.
     """
-    scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)  # (..., N, M)
     mask = _score_mask(query, key, bias, key_padding_mask, causal=causal)
     if mask is None:
+        scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)  # (..., N, M)
         return scores.softmax(dim=-1)
+    query, scale = scale_in_float16(query)
+    products = query @ key.transpose(-2, -1)
     if _all_see(query, key, bias, key_padding_mask, causal=causal, bias_is_finite=bias_is_finite):
-        return (scores + mask).softmax(dim=-1)
+        return torch.add(mask, products, alpha=scale).softmax(dim=-1)
     mask, sees_nothing = _open_empty_rows(mask)
-    return (scores + mask).softmax(dim=-1).masked_fill(sees_nothing, 0.0)
+    return torch.add(mask, products, alpha=scale).softmax(dim=-1).masked_fill(sees_nothing, 0.0)
+
+
+def scale_in_float16(query: Tensor) -> tuple[Tensor, float]:
+    """Scale queries by 1 / sqrt(d) where their products with keys may overflow, and give the factor that these lack.
+
+    Scaled later, on a way over the scores that is made anyhow, it takes neither time nor a copy of the queries.
+    """
+    scale: float = query.shape[-1] ** -0.5
+    return (query * scale, 1.0) if query.dtype == torch.float16 else (query, scale)
 
 
 def _explicit_is_faster(query: Tensor, key: Tensor, bias: Tensor | None) -> bool:
@@ -189,9 +200,17 @@ class MultiHeadAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(drop_rate)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens `(B, N, D)` to `(B, N, D)`."""
-        query, key, value = rearrange(self.qkv(tokens), "b n (three h d) -> three b h n d", three=3, h=self.num_heads)
-        heads = attention(query, key, value)
-        mixed: Tensor = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
+    def forward(self, tokens: Tensor, num_queries: int | None = None) -> Tensor:
+        """Map tokens `(B, N, D)` to `(B, N, D)`, or the first so many of them alone to `(B, num_queries, D)`."""
+        mixed: Tensor = self.proj_drop(self.attend(self.qkv(tokens), num_queries))
         return mixed
+
+    def attend(self, qkv: Tensor, num_queries: int | None = None) -> Tensor:
+        """Give the projection `(B, N, D)` of what the heads find, of queries, keys and values `(B, N, 3 D)`.
+
+        With `num_queries`, that of the first so many queries alone.
+        """
+        query, key, value = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.num_heads)
+        heads = attention(query[:, :, :num_queries], key, value)
+        projected: Tensor = self.proj(rearrange(heads, "b h n d -> b n (h d)"))
+        return projected

@@ -26,7 +26,8 @@ def count_macs(network: Network) -> int:
     Matrix products, convolutions and the two products of attention count; norms, activations and sums do not. Papers
     often call this number FLOPs. A copy without data does the counting, so that the size of the network does not
     matter, and so that attention is the plain products that torch can count. An ImageGPT's pass is the one that it is
-    made for, from tokens to the colour logits of all pixels, with the whole square of causal attention.
+    made for, from tokens to the colour logits of all pixels, with the whole square of causal attention. A ViT's is that
+    of all tokens through all blocks, as published, though its last block may work for the class token alone.
 
     Args:
         network: on any device; a network without data, on the device `meta`, is quickest.
@@ -39,7 +40,7 @@ def count_macs(network: Network) -> int:
         if isinstance(network, ImageGPT):
             network.pixel_logits(torch.empty(1, math.prod(network.image_size), dtype=torch.int64, device="meta"))
         else:
-            network(images)
+            network.forward_head(network.forward_features(images))
     flops: int = counter.get_total_flops() + repeats.flops
     return flops // 2
 

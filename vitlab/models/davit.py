@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from vitlab.checks import require, require_fractions, require_multiple, require_positive
 from vitlab.layers import init
-from vitlab.layers.attention import MultiHeadAttention, attention, in_product_dtype
+from vitlab.layers.attention import MultiHeadAttention, attention, in_product_dtype, is_fused, scale_in_float16
 from vitlab.layers.droppath import DropPath
 from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import check_images, to_pair
-from vitlab.layers.windows import join_heads, pad_to_multiple, partition_heads
+from vitlab.layers.windows import join_heads, pad_to_multiple, partition, partition_heads, reverse
 from vitlab.models.fields import conform_fields
 from vitlab.models.network import BlockNetwork
 
@@ -154,9 +154,13 @@ class SpatialAttention(MultiHeadAttention):
         _, H, W, _ = grid.shape
         qkv = self.qkv(pad_to_multiple(in_product_dtype(grid), self.window))
         _, padded_height, padded_width, _ = qkv.shape
-        heads = attention(*partition_heads(qkv, self.window, self.num_heads))
-        joined = join_heads(heads, self.window, (padded_height, padded_width))
-        mixed: Tensor = self.proj_drop(self.proj(joined))[:, :H, :W]
+        grid_size = (padded_height, padded_width)
+        if is_fused(math.prod(self.window), qkv.device, qkv.dtype):  # then a join after the projection keeps a copy less
+            projected = reverse(self.attend(partition(qkv, self.window)), self.window, grid_size)
+        else:
+            heads = attention(*partition_heads(qkv, self.window, self.num_heads))
+            projected = self.proj(join_heads(heads, self.window, grid_size))
+        mixed: Tensor = self.proj_drop(projected)[:, :H, :W]
         return mixed
 
 
@@ -168,8 +172,8 @@ def channel_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     All three, and the result, are `(B, g, N, e)`. Source: arXiv:2204.03645, "Channel Group Attention".
     """
-    scale = query.shape[-1] ** -0.5
-    weights: Tensor = ((query * scale).transpose(-2, -1) @ key).softmax(dim=-1)  # (B, g, e, e)
+    query, scale = scale_in_float16(query)
+    weights = (query.transpose(-2, -1) @ key * scale).softmax(dim=-1)  # (B, g, e, e)
     return value @ weights.transpose(-2, -1)
 
 

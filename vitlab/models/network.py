@@ -44,7 +44,11 @@ class Network(nn.Module):
         Raises:
             InputError: the images have another size or another number of channels than the network was built for.
         """
-        return self.forward_head(self.forward_features(images))
+        return self.forward_head(self.head_features(images))
+
+    def head_features(self, images: Tensor) -> Tensor:
+        """Give what `forward_head` needs of `forward_features`: all of it, or what it pools, in the same axes."""
+        return self.forward_features(images)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Give the features before pooling, whose shape is the architecture's own: `(B, N, D)` or `(B, H, W, D)`."""
@@ -79,8 +83,12 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def repeated_blocks(self) -> list[nn.Module]:
-        """Give what compiles and shards as a unit."""
+        """Give the blocks, first block first: units of freezing, layer decay and sharding."""
         raise NotImplementedError
+
+    def compiled_blocks(self) -> list[nn.Module]:
+        """Give the repeated blocks that compile as a unit."""
+        return self.repeated_blocks()
 
 
 class BlockNetwork(Network):
@@ -94,12 +102,12 @@ class BlockNetwork(Network):
         """Give each block's output in turn; each block is called through `run_block`."""
         raise NotImplementedError
 
-    def run_block(self, block: nn.Module, features: Tensor) -> Tensor:
+    def run_block(self, block: nn.Module, features: Tensor, **arguments: Any) -> Tensor:
         """Call a block, or have the backward pass call it once more."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(block, features, use_reentrant=False)
+            recomputed: Tensor = checkpoint(block, features, use_reentrant=False, **arguments)
             return recomputed
-        output: Tensor = block(features)
+        output: Tensor = block(features, **arguments)
         return output
 
     def last_output(self, images: Tensor) -> Tensor:

@@ -95,15 +95,16 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * config.mlp_ratio), drop_rate=config.drop_rate)
         self.drop_path = DropPath(drop_path_rate)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens `(B, N, D)` to `(B, N, D)`."""
+    def forward(self, tokens: Tensor, num_outputs: int | None = None) -> Tensor:
+        """Map tokens `(B, N, D)` to `(B, N, D)`, or the first so many of them alone to `(B, num_outputs, D)`."""
+        wanted = tokens[:, :num_outputs]
         if self.post_norm:
-            tokens = self.norm1(tokens + self.drop_path(self.attn(tokens)))
-            tokens = self.norm2(tokens + self.drop_path(self.mlp(tokens)))
+            wanted = self.norm1(wanted + self.drop_path(self.attn(tokens, num_outputs)))
+            wanted = self.norm2(wanted + self.drop_path(self.mlp(wanted)))
         else:
-            tokens = tokens + self.drop_path(self.attn(self.norm1(tokens)))
-            tokens = tokens + self.drop_path(self.mlp(self.norm2(tokens)))
-        return tokens
+            wanted = wanted + self.drop_path(self.attn(self.norm1(tokens), num_outputs))
+            wanted = wanted + self.drop_path(self.mlp(self.norm2(wanted)))
+        return wanted
 
 
 class VisionTransformer(BlockNetwork):
@@ -188,6 +189,21 @@ class VisionTransformer(BlockNetwork):
             config[size] = list(to_pair(config[size]))
         return config
 
+    def head_features(self, images: Tensor) -> Tensor:
+        """Give what `forward_head` needs: with `pool='cls'` the class token alone, `(B, 1, D)`.
+
+        The last block then works for it alone: what it makes of the others would be dropped, and no gradient comes from
+        there. A hook within that block, or at the norm after it, sees all tokens: where there is one, they are made.
+        """
+        *others, last = self.blocks
+        if self.config.pool != "cls" or _has_hooks(last, self.norm):
+            return self.forward_features(images)
+        tokens = self._embed(images)
+        for block in others:
+            tokens = self.run_block(block, tokens)
+        normalised: Tensor = self.norm(self.run_block(last, tokens, num_outputs=1))
+        return normalised
+
     def forward_features(self, images: Tensor) -> Tensor:
         """Give the tokens `(B, 1 + N, D)` after the last block, class token first; with `pool='cls'` normalised."""
         tokens = self.last_output(images)
@@ -202,13 +218,17 @@ class VisionTransformer(BlockNetwork):
 
     def block_outputs(self, images: Tensor) -> Iterator[Tensor]:
         """Give each block's tokens `(B, 1 + N, D)`, class token first, without the final norm."""
-        patches = self.patch_embed(images)
-        B, _, D = patches.shape
-        tokens: Tensor = torch.cat([self.cls_token.expand(B, 1, D), patches], dim=1)
-        tokens = self.pos_drop(tokens + self.pos_embed)
+        tokens = self._embed(images)
         for block in self.blocks:
             tokens = self.run_block(block, tokens)
             yield tokens
+
+    def _embed(self, images: Tensor) -> Tensor:
+        patches = self.patch_embed(images)
+        B, _, D = patches.shape
+        tokens: Tensor = torch.cat([self.cls_token.expand(B, 1, D), patches], dim=1)
+        embedded: Tensor = self.pos_drop(tokens + self.pos_embed)
+        return embedded
 
     def get_classifier(self) -> nn.Linear:
         """Give the linear head."""
@@ -228,3 +248,13 @@ class VisionTransformer(BlockNetwork):
     def repeated_blocks(self) -> list[nn.Module]:
         """Give the blocks."""
         return list(self.blocks)
+
+    def compiled_blocks(self) -> list[nn.Module]:
+        """Give the blocks that work alike: with `pool='cls'` all but the last, whose code would be made for it alone."""
+        return self.repeated_blocks()[: -1 if self.config.pool == "cls" else None]
+
+
+def _has_hooks(*modules: nn.Module) -> bool:
+    """Tell whether anyone looks at what goes into or comes out of these modules, or of parts of them."""
+    parts = (part for module in modules for part in module.modules())
+    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
