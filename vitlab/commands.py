@@ -334,6 +334,7 @@ def version(_: None) -> int:
         "albumentations",
         "opencv-python-headless",
         "pillow",
+        "simplejpeg",
         "tensorboard",
     ):
         print(f"{package} {version_of(package)}")

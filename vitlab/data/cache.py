@@ -137,7 +137,6 @@ def default_folder() -> Path:
 
 def cache_key(split: Split, preparation: Mapping[str, Any]) -> str:
     """Hash all that the prepared pixels depend on, to 64 hexadecimal digits."""
-    import cv2
     import PIL
 
     from vitlab import __version__
@@ -146,7 +145,8 @@ def cache_key(split: Split, preparation: Mapping[str, Any]) -> str:
         heif = metadata.version("pillow-heif")
     except metadata.PackageNotFoundError:
         heif = ""
-    versions = [FORMAT, RULES, __version__, PIL.__version__, heif, cv2.__version__, np.__version__, torch.__version__]
+    jpeg = metadata.version("simplejpeg")
+    versions = [FORMAT, RULES, __version__, PIL.__version__, jpeg, heif, np.__version__, torch.__version__]
     digest = hashlib.sha256(json.dumps([versions, dict(preparation)], sort_keys=True).encode())
     for stamp in split.stamps():
         digest.update(b"\0%d\0" % len(stamp))

@@ -1,4 +1,4 @@
-"""Bytes of an image file to upright RGB: JPEG by OpenCV, everything else by Pillow.
+"""Bytes of an image file to upright RGB: JPEG by simplejpeg, everything else by Pillow.
 
 What a file holds decides how it is read. Whatever is transparent shows white, colour profiles are not applied, the
 first frame or page stands for the file, and 16-bit samples are scaled to 8 bits (grey rounds sample / 257; of colour
@@ -79,7 +79,7 @@ def decode(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, i
 
 
 def _decode_jpeg(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, int]] | None:
-    """Decode by OpenCV; None where the file is another's to decode, or to refuse with a reason."""
+    """Decode by simplejpeg; None where the file is another's to decode, or to refuse with a reason."""
     header = jpeg.read_header(data)
     if header is None:
         return None
@@ -92,7 +92,7 @@ def _decode_jpeg(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[
     while FULL_SCALE * scale**2 < H * W:
         scale *= 2
     _require_memory(H, W, scale, len(data), header.held_bytes)
-    image = jpeg.decode(data, scale)
+    image = jpeg.decode(data, header, scale)
     if image is None:
         return None
     if jpeg.ends_early(data, header, image):
