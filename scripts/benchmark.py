@@ -10,9 +10,9 @@ a time limit; its docstring says what is compared and how. What is done is kept 
 goes on after a stop; once all is written, it is removed. The README's table stands between `<!-- performance -->` and
 `<!-- /performance -->`; the notes of docs/performance_notes.md are put into the page.
 
-Estimated minutes on two cores that do nothing else, 34 in all: networks_bf16 5.5, networks_fp32 4.5, networks_compiled
+Estimated minutes on two cores that do nothing else, 40 in all: networks_bf16 5.5, networks_fp32 4.5, networks_compiled
 2, swin_compiled 2.5, pixels 1.5, sampling 1.5, loading_photos 1, loading_cifar 1, epoch_photos 2.5, epoch_cifar 2.5,
-cold_start 3, memory 2, memory_pixels 2, growth 2.
+cold_start 3, memory 6, memory_exact 2, memory_pixels 2, growth 2.
 `--quick` takes tiny sizes, to see that all runs: its figures mean nothing, and it writes into runs/ alone.
 """
 
@@ -62,6 +62,7 @@ _COMPILED = "--works train_step --modes compiled --precisions bf16 --rounds 3"
 _TINY = "--models vit_try --batch 4 --rounds 1"
 _SHORT = "--photo_batches 1 --cifar_batches 1 --predicted 8 --rounds 1 --uncounted 0"
 _CIFAR = "--subject cifar --image_size 32 --images 4000"
+_ONE_PEAK = "--models vit_try --batch_size 4 --rounds 1"
 _SQUARE = "--models imagegpt_small --image_size 64 --batch_size 1 --precision bf16 --steps 1"
 FULL = [
     Part(name="networks_bf16", command="bench_networks.py --precisions bf16 --rounds 5", tiny=_TINY, timeout_s=900),
@@ -115,8 +116,9 @@ FULL = [
         tiny=f"{_SHORT} --compiled vit_try",
         timeout_s=600,
     ),
-    Part(name="memory", command="memory.py --batch_size 8", tiny="--models vit_try --batch_size 4", timeout_s=600),
-    Part(name="memory_pixels", command=f"memory.py {_SQUARE}", tiny="--image_size 8", timeout_s=900),
+    Part(name="memory", command="memory.py --batch_size 8", tiny=_ONE_PEAK, timeout_s=900),
+    Part(name="memory_exact", command="memory.py --batch_size 8 --exact --rounds 1", tiny=_ONE_PEAK, timeout_s=600),
+    Part(name="memory_pixels", command=f"memory.py {_SQUARE} --rounds 1", tiny="--image_size 8", timeout_s=900),
     Part(
         name="growth",
         command="bench_growth.py",

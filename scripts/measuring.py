@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 from vitlab.allocator import keep_freed_memory
+
+_Name = TypeVar("_Name")
+_Figure = TypeVar("_Figure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +42,11 @@ class Row:
     """What more there is to say, such as which of the peer's settings was its best."""
 
 
-def in_turns(subjects: Mapping[str, Callable[[], float]], *, rounds: int, uncounted: int = 1) -> dict[str, list[float]]:
+def in_turns(
+    subjects: Mapping[_Name, Callable[[], _Figure]], *, rounds: int, uncounted: int = 1
+) -> dict[_Name, list[_Figure]]:
     """Measure every subject once a round, after rounds that do not count; the same place in two lists is one round."""
-    figures: dict[str, list[float]] = {name: [] for name in subjects}
+    figures: dict[_Name, list[_Figure]] = {name: [] for name in subjects}
     for turn in range(uncounted + rounds):
         for name, measure in subjects.items():
             figure = measure()

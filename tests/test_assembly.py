@@ -123,7 +123,9 @@ def test_compile_compiles_each_block_in_place(build, monkeypatch):
     trainer = build(train__compile=True)
     assert compiled == trainer.objective.network.repeated_blocks()[:-1], "the last works for the class token alone"
     compiled.clear()
-    trainer = build(train__compile=True, model__overrides={"pool": "mean"})
+    trainer = build(
+        train__compile=True, model__overrides={"pool": "mean", "patch_size": 4, "embed_dim": 12, "depth": 2}
+    )
     assert compiled == trainer.objective.network.repeated_blocks()
     compiled.clear()
     build()

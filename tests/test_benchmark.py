@@ -232,14 +232,36 @@ def test_epoch_gives_both_the_same_work(script, monkeypatch, color_folder, tmp_p
 
 def test_memory_stands_beside_the_same_mode_of_the_peer(script, monkeypatch):
     memory = script("memory")
-    found = {("vitlab", "plain"): (80.0, 2.0), ("vitlab", "checkpointed"): (40.0, 3.0)}
-    found |= {("timm", "plain"): (120.0, 4.0), ("timm", "checkpointed"): (50.0, 5.0)}
-    monkeypatch.setattr(memory, "in_process", lambda args, name, subject, mode: found[subject, mode])
-    args = argparse.Namespace(precision="fp32", device="cpu", image_size=None, batch_size=2)
+    found = {
+        ("vitlab", "plain"): [(80.0, 2.0), (70.0, 2.0), (99.0, 1.0)],
+        ("vitlab", "checkpointed"): [(40.0, 3.0)] * 3,
+    }
+    found |= {("timm", "plain"): [(120.0, 4.0), (140.0, 9.0), (99.0, 3.0)], ("timm", "checkpointed"): [(50.0, 5.0)] * 3}
+    monkeypatch.setattr(memory, "in_process", lambda args, name, subject, mode: found[subject, mode].pop(0))
+    args = argparse.Namespace(precision="fp32", device="cpu", image_size=None, batch_size=2, rounds=3, exact=False)
     plain, less = memory.compare_modes(args, "vit_small")
     assert (plain.mode, plain.unit, plain.ours, plain.peer, plain.theirs) == ("plain", "MiB", 80.0, "timm", 120.0)
     assert (plain.ratio, less.ratio) == (1.5, 1.25)
+    assert not any(found.values())
     assert less.note == "x 0.50 of plain in x 1.50 the time, 3.0 s a step, theirs 5.0"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_memory_is_measured_where_the_allocator_keeps_nothing(exact, script, monkeypatch):
+    memory = script("memory")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    started = []
+
+    def run(command, env, **options):
+        started.append(env)
+        return subprocess.CompletedProcess(command, 0, stdout="[12.5, 3.0]", stderr="")
+
+    monkeypatch.setattr(memory.subprocess, "run", run)
+    columns = {"precision": "fp32", "device": "cpu", "image_size": 64, "batch_size": 8, "steps": 2}
+    measured = memory.in_process(argparse.Namespace(exact=exact, **columns), "vit_small", "vitlab", "plain")
+    assert measured == (12.5, 3.0)
+    assert ("glibc.malloc.mmap_threshold" in started[0].get("GLIBC_TUNABLES", "")) == exact
+    assert started[0]["PATH"] == os.environ["PATH"]
 
 
 def test_transformers_squares_are_left_out_where_memory_lacks(script, monkeypatch):

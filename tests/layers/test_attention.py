@@ -204,6 +204,8 @@ def test_attention_gives_zeros_and_finite_gradients_where_no_key_is_seen(hidden_
 def test_attention_of_large_float16_values_is_finite():
     """Scores of 40 * 40 * 64 overflow float16; the scaled query's 12,800 do not."""
     query = torch.full((1, 1, 5, 64), 40.0, dtype=torch.float16)
+    weights = attention_weights(query, query, bias=torch.zeros(5, 5))
+    torch.testing.assert_close(weights, torch.full_like(weights, 0.2))
     for masks in ({}, {"causal": True}, {"key_padding_mask": torch.tensor([[False] * 3 + [True] * 2])}):
         torch.testing.assert_close(attention(query, query, query, **masks), query)
 

@@ -7,6 +7,7 @@ import torch
 
 from vitlab.data.preprocess import Preprocess
 from vitlab.errors import InputError
+from vitlab.models import davit
 from vitlab.models.catalog import create_model
 from vitlab.models.davit import DaViT, DaViTConfig, SpatialAttention, channel_attention
 from vitlab.models.files import load_model, save_model
@@ -85,6 +86,25 @@ def test_channel_attention_is_the_formula():
                 for n in range(5):
                     expected = sum(score.exp() / total * value[b, g, n, j] for j, score in enumerate(scores))
                     assert output[b, g, n, i].item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_channel_attention_of_large_float16_values_is_finite():
+    """Scores of 40 * 40 * 50 overflow float16; those of scaled queries do not."""
+    query = torch.full((1, 1, 50, 16), 40.0, dtype=torch.float16)
+    torch.testing.assert_close(channel_attention(query, query, query), query)
+
+
+@pytest.mark.parametrize("image_size", [(32, 32), (30, 44)])
+def test_spatial_attention_is_the_same_projected_in_windows_and_in_the_map(
+    image_size, tiny_davit, randomise, monkeypatch
+):
+    network = randomise(tiny_davit(image_size=image_size).double())
+    images = random_tensor(2, 3, *image_size)
+    in_windows = network(images)
+    calls = []
+    monkeypatch.setattr(davit, "is_fused", lambda *given: calls.append(given))
+    torch.testing.assert_close(network(images), in_windows, rtol=0, atol=1e-12)
+    assert calls[0][1:] == (torch.device("cpu"), torch.float64)
 
 
 def test_channel_attention_commutes_with_a_shuffle_of_positions(tiny_davit, randomise):

@@ -57,6 +57,7 @@ class Predictor:
         self.path = checkpoint_path(Path(checkpoint))
         file.require_classes(checkpoint)
         self.network = file.network.float().eval()
+        self.network.skips_unused = False  # few rows are summed by their number: a resumed prediction would differ
         pack(self.network)
         self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature
 
@@ -103,8 +104,7 @@ class Predictor:
         if not len(images):
             return np.empty((0, len(self.classes)), np.float32)
         with self._in_float32():
-            features = [self.network.forward_features(view) for view in self._views(images)]
-            return _mean([self._probabilities(self.network.forward_head(each)) for each in features])
+            return _mean([self._probabilities(self.network(view)) for view in self._views(images)])
 
     @torch.inference_mode()
     def embed_batch(self, images: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -173,12 +173,10 @@ def in_product_dtype(tokens: Tensor) -> Tensor:
     return tokens.to(torch.get_autocast_dtype(kind)) if casts and tokens.dtype == torch.float32 else tokens
 
 
-class MultiHeadAttention(nn.Module):
-    """Let every token attend to every token, with several heads of their own projections.
+class AttentionProjections(nn.Module):
+    """What every kind of attention with several heads learns.
 
     Parameters bear timm's names: `qkv` (rows: queries, keys, values, each head by head) and `proj`.
-
-    Source: arXiv:1706.03762, sec. 3.2.2.
     """
 
     def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool = True, drop_rate: float = 0.0) -> None:
@@ -200,11 +198,6 @@ class MultiHeadAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(drop_rate)
 
-    def forward(self, tokens: Tensor, num_queries: int | None = None) -> Tensor:
-        """Map tokens `(B, N, D)` to `(B, N, D)`, or the first so many of them alone to `(B, num_queries, D)`."""
-        mixed: Tensor = self.proj_drop(self.attend(self.qkv(tokens), num_queries))
-        return mixed
-
     def attend(self, qkv: Tensor, num_queries: int | None = None) -> Tensor:
         """Give the projection `(B, N, D)` of what the heads find, of queries, keys and values `(B, N, 3 D)`.
 
@@ -214,3 +207,15 @@ class MultiHeadAttention(nn.Module):
         heads = attention(query[:, :, :num_queries], key, value)
         projected: Tensor = self.proj(rearrange(heads, "b h n d -> b n (h d)"))
         return projected
+
+
+class MultiHeadAttention(AttentionProjections):
+    """Let every token attend to every token, with several heads of their own projections.
+
+    Source: arXiv:1706.03762, sec. 3.2.2.
+    """
+
+    def forward(self, tokens: Tensor, num_queries: int | None = None) -> Tensor:
+        """Map tokens `(B, N, D)` to `(B, N, D)`, or the first so many of them alone to `(B, num_queries, D)`."""
+        mixed: Tensor = self.proj_drop(self.attend(self.qkv(tokens), num_queries))
+        return mixed

@@ -7,12 +7,12 @@ Legend as in `windows.py`: a grid is `(B, H, W, D)`; a window is (height, width)
 import torch
 from torch import Tensor, nn
 
-from vitlab.layers.attention import MultiHeadAttention, attention, in_product_dtype
+from vitlab.layers.attention import AttentionProjections, attention, in_product_dtype
 from vitlab.layers.position import relative_bias
 from vitlab.layers.windows import join_heads, pad_to_multiple, partition_heads, relative_index, shift_mask
 
 
-class WindowAttention(MultiHeadAttention):
+class WindowAttention(AttentionProjections):
     """Let every token attend to the tokens of its window, with a learned bias for each head and offset.
 
     Shifted windows are those of a grid that was rolled up and to the left: a mask keeps apart what the roll alone

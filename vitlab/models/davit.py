@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vitlab.checks import require, require_fractions, require_multiple, require_positive
 from vitlab.layers import init
-from vitlab.layers.attention import MultiHeadAttention, attention, in_product_dtype, is_fused, scale_in_float16
+from vitlab.layers.attention import AttentionProjections, attention, in_product_dtype, is_fused, scale_in_float16
 from vitlab.layers.droppath import DropPath
 from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import check_images, to_pair
@@ -141,7 +141,7 @@ class ConvPosition(nn.Module):
         return grid + convolve(self.proj, grid)
 
 
-class SpatialAttention(MultiHeadAttention):
+class SpatialAttention(AttentionProjections):
     """Let the positions of each window attend to one another, padding among them, as in the released network."""
 
     def __init__(self, config: DaViTConfig, stage: int) -> None:
@@ -155,7 +155,9 @@ class SpatialAttention(MultiHeadAttention):
         qkv = self.qkv(pad_to_multiple(in_product_dtype(grid), self.window))
         _, padded_height, padded_width, _ = qkv.shape
         grid_size = (padded_height, padded_width)
-        if is_fused(math.prod(self.window), qkv.device, qkv.dtype):  # then a join after the projection keeps a copy less
+        if is_fused(
+            math.prod(self.window), qkv.device, qkv.dtype
+        ):  # then a join after the projection keeps a copy less
             projected = reverse(self.attend(partition(qkv, self.window)), self.window, grid_size)
         else:
             heads = attention(*partition_heads(qkv, self.window, self.num_heads))
@@ -177,7 +179,7 @@ def channel_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return value @ weights.transpose(-2, -1)
 
 
-class ChannelAttention(MultiHeadAttention):
+class ChannelAttention(AttentionProjections):
     """Let the channels of each group, which are those of a head, attend to one another.
 
     The rows of `qkv` are values, queries, keys, in this order: the released code makes the weights from what it calls

@@ -30,6 +30,9 @@ class Network(nn.Module):
     """(height, width) in pixels."""
     pixel_statistics: tuple[float, float] | None = None
     """Mean and standard deviation that the Preprocess of its images must have; None where any do."""
+    skips_unused: bool = True
+    """Whether `forward` may leave out what the head does not look at. The logits are the same but for the last digit,
+    which then depends on how many images come at a time."""
 
     def config_dict(self) -> dict[str, Any]:
         """Give the resolved keyword arguments: `create_model(net.name, **net.config_dict())` builds the same network.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitlab.checks import require, require_fractions, require_multiple, require_positive
 from vitlab.layers import init
-from vitlab.layers.attention import MultiHeadAttention
+from vitlab.layers.attention import AttentionProjections
 from vitlab.layers.droppath import DropPath
 from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import check_images, to_pair
@@ -234,7 +234,7 @@ class SwinTransformer(BlockNetwork):
         """
         init.lecun_conv(self.patch_embed.proj)
         for module in self.modules():
-            if isinstance(module, MultiHeadAttention):
+            if isinstance(module, AttentionProjections):
                 init.xavier_linear(module.qkv, parts=3)
                 init.xavier_linear(module.proj)
             elif isinstance(module, Mlp):

@@ -97,7 +97,7 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tensor, num_outputs: int | None = None) -> Tensor:
         """Map tokens `(B, N, D)` to `(B, N, D)`, or the first so many of them alone to `(B, num_outputs, D)`."""
-        wanted = tokens[:, :num_outputs]
+        wanted: Tensor = tokens[:, :num_outputs]
         if self.post_norm:
             wanted = self.norm1(wanted + self.drop_path(self.attn(tokens, num_outputs)))
             wanted = self.norm2(wanted + self.drop_path(self.mlp(wanted)))
@@ -196,7 +196,7 @@ class VisionTransformer(BlockNetwork):
         there. A hook within that block, or at the norm after it, sees all tokens: where there is one, they are made.
         """
         *others, last = self.blocks
-        if self.config.pool != "cls" or _has_hooks(last, self.norm):
+        if self.config.pool != "cls" or not self.skips_unused or _has_hooks(last, self.norm):
             return self.forward_features(images)
         tokens = self._embed(images)
         for block in others:
@@ -250,7 +250,7 @@ class VisionTransformer(BlockNetwork):
         return list(self.blocks)
 
     def compiled_blocks(self) -> list[nn.Module]:
-        """Give the blocks that work alike: with `pool='cls'` all but the last, whose code would be made for it alone."""
+        """Give the blocks that work alike: with `pool='cls'` all but the last, whose code would be for it alone."""
         return self.repeated_blocks()[: -1 if self.config.pool == "cls" else None]
 
 
