@@ -4,6 +4,8 @@ import argparse
 import csv
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
