@@ -21,8 +21,14 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.drop2 = nn.Dropout(drop_rate)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens `(..., D)` to `(..., D)`."""
+    def forward(self, tokens: Tensor, mean_over: tuple[int, ...] = ()) -> Tensor:
+        """Map tokens `(..., D)` to `(..., D)`, or to the mean over some axes, which stay with length 1.
+
+        The mean is taken before the second layer, which is linear, so that it works for one token alone. That is the
+        same but for dropout after it.
+        """
         hidden = self.drop1(self.act(self.fc1(tokens)))
+        if mean_over:
+            hidden = hidden.mean(mean_over, keepdim=True)
         narrowed: Tensor = self.drop2(self.fc2(hidden))
         return narrowed

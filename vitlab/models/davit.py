@@ -26,7 +26,7 @@ from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import check_images, to_pair
 from vitlab.layers.windows import join_heads, pad_to_multiple, partition, partition_heads, reverse
 from vitlab.models.fields import conform_fields
-from vitlab.models.network import BlockNetwork
+from vitlab.models.network import BlockNetwork, has_hooks
 
 # Of every LayerNorm.
 _NORM_EPS = 1e-5
@@ -217,13 +217,13 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * config.mlp_ratio), drop_rate=config.drop_rate)
         self.drop_path = DropPath(drop_path_rate)
 
-    def forward(self, grid: Tensor) -> Tensor:
-        """Map `(B, H, W, D)` to the same shape."""
+    def forward(self, grid: Tensor, mean_over: tuple[int, ...] = ()) -> Tensor:
+        """Map `(B, H, W, D)` to the same shape, or to the mean over some axes, which stay with length 1."""
         grid = self.cpe1(grid)
         grid = grid + self.drop_path(self.attn(self.norm1(grid)))
         grid = self.cpe2(grid)
-        grid = grid + self.drop_path(self.mlp(self.norm2(grid)))
-        return grid
+        wanted: Tensor = grid.mean(mean_over, keepdim=True) if mean_over else grid
+        return wanted + self.drop_path(self.mlp(self.norm2(grid), mean_over))
 
 
 def _build_stage(config: DaViTConfig, stage: int, drop_path_rates: Iterator[float]) -> nn.Sequential:
@@ -309,15 +309,34 @@ class DaViT(BlockNetwork):
         outputs: Tensor = self.head(features, pre_logits=pre_logits)
         return outputs
 
-    def block_outputs(self, images: Tensor) -> Iterator[Tensor]:
-        """Give each block's map `(B, H, W, D)`, whose size and width are its stage's."""
+    def head_features(self, images: Tensor) -> Tensor:
+        """Give what `forward_head` needs: the mean of the last block's map alone, `(B, 1, 1, D)`.
+
+        The block's last layer then works for one position. With dropout after it, or where a hook looks at it, it works
+        for all.
+        """
+        last = self.repeated_blocks()[-1]
+        drops = self.training and self.config.drop_rate > 0
+        if drops or not self.skips_unused or has_hooks(last):
+            return self.forward_features(images)
+        return self.last_output(images, means_last=True)
+
+    def block_outputs(self, images: Tensor, *, means_last: bool = False) -> Iterator[Tensor]:
+        """Give each block's map `(B, H, W, D)`, whose size and width are its stage's.
+
+        Args:
+            images: `(B, C, height, width)`.
+            means_last: give of the last one the mean over its positions, `(B, 1, 1, D)`.
+        """
         check_images(images, image_size=self.image_size, in_channels=self.in_channels)
+        last = self.repeated_blocks()[-1]
         grid: Tensor = self.stem(images)
         for step in self.stages.modules():  # in the order in which they were built
             if isinstance(step, Downsample):
                 grid = step(grid)
             elif isinstance(step, Block):
-                grid = self.run_block(step, grid)
+                arguments = {"mean_over": (1, 2)} if means_last and step is last else {}
+                grid = self.run_block(step, grid, **arguments)
                 yield grid
 
     def get_classifier(self) -> nn.Linear:

@@ -113,9 +113,9 @@ class BlockNetwork(Network):
         output: Tensor = block(features, **arguments)
         return output
 
-    def last_output(self, images: Tensor) -> Tensor:
-        """Give the last block's output; those before it do not stay in memory."""
-        (output,) = deque(self.block_outputs(images), maxlen=1)
+    def last_output(self, images: Tensor, **arguments: Any) -> Tensor:
+        """Give the last block's output; those before it do not stay in memory. Arguments are `block_outputs`'."""
+        (output,) = deque(self.block_outputs(images, **arguments), maxlen=1)
         return output
 
     def forward_intermediates(self, images: Tensor) -> list[Tensor]:
@@ -164,6 +164,12 @@ class PixelNetwork(Protocol):
 
     def color_logits(self, features: Tensor) -> Tensor:
         """Give logits `(B, N, V)` of features."""
+
+
+def has_hooks(*modules: nn.Module) -> bool:
+    """Tell whether anyone looks at what goes into or comes out of these modules, or of parts of them."""
+    parts = (part for module in modules for part in module.modules())
+    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
 def device_of(module: nn.Module) -> torch.device:

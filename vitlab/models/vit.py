@@ -19,7 +19,7 @@ from vitlab.layers.mlp import Mlp
 from vitlab.layers.patch import PatchEmbed, check_divides, to_pair
 from vitlab.layers.position import sine_cosine_positions
 from vitlab.models.fields import conform_fields
-from vitlab.models.network import BlockNetwork
+from vitlab.models.network import BlockNetwork, has_hooks
 
 # Of every LayerNorm; torch's own default, 1e-5, would change published weights' logits by 1e-4.
 _NORM_EPS = 1e-6
@@ -195,13 +195,9 @@ class VisionTransformer(BlockNetwork):
         The last block then works for it alone: what it makes of the others would be dropped, and no gradient comes from
         there. A hook within that block, or at the norm after it, sees all tokens: where there is one, they are made.
         """
-        *others, last = self.blocks
-        if self.config.pool != "cls" or not self.skips_unused or _has_hooks(last, self.norm):
+        if self.config.pool != "cls" or not self.skips_unused or has_hooks(self.blocks[-1], self.norm):
             return self.forward_features(images)
-        tokens = self._embed(images)
-        for block in others:
-            tokens = self.run_block(block, tokens)
-        normalised: Tensor = self.norm(self.run_block(last, tokens, num_outputs=1))
+        normalised: Tensor = self.norm(self.last_output(images, last_outputs=1))
         return normalised
 
     def forward_features(self, images: Tensor) -> Tensor:
@@ -216,19 +212,22 @@ class VisionTransformer(BlockNetwork):
         normalised: Tensor = self.fc_norm(pooled)
         return normalised if pre_logits else self.get_classifier()(normalised)
 
-    def block_outputs(self, images: Tensor) -> Iterator[Tensor]:
-        """Give each block's tokens `(B, 1 + N, D)`, class token first, without the final norm."""
-        tokens = self._embed(images)
-        for block in self.blocks:
-            tokens = self.run_block(block, tokens)
-            yield tokens
+    def block_outputs(self, images: Tensor, *, last_outputs: int | None = None) -> Iterator[Tensor]:
+        """Give each block's tokens `(B, 1 + N, D)`, class token first, without the final norm.
 
-    def _embed(self, images: Tensor) -> Tensor:
+        Args:
+            images: `(B, C, height, width)`.
+            last_outputs: give of the last block the first so many tokens alone.
+        """
         patches = self.patch_embed(images)
         B, _, D = patches.shape
         tokens: Tensor = torch.cat([self.cls_token.expand(B, 1, D), patches], dim=1)
-        embedded: Tensor = self.pos_drop(tokens + self.pos_embed)
-        return embedded
+        tokens = self.pos_drop(tokens + self.pos_embed)
+        *others, last = self.blocks
+        for block in others:
+            tokens = self.run_block(block, tokens)
+            yield tokens
+        yield self.run_block(last, tokens, **({"num_outputs": last_outputs} if last_outputs else {}))
 
     def get_classifier(self) -> nn.Linear:
         """Give the linear head."""
@@ -252,9 +251,3 @@ class VisionTransformer(BlockNetwork):
     def compiled_blocks(self) -> list[nn.Module]:
         """Give the blocks that work alike: with `pool='cls'` all but the last, whose code would be for it alone."""
         return self.repeated_blocks()[: -1 if self.config.pool == "cls" else None]
-
-
-def _has_hooks(*modules: nn.Module) -> bool:
-    """Tell whether anyone looks at what goes into or comes out of these modules, or of parts of them."""
-    parts = (part for module in modules for part in module.modules())
-    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
