@@ -223,7 +223,8 @@ class Block(nn.Module):
         grid = grid + self.drop_path(self.attn(self.norm1(grid)))
         grid = self.cpe2(grid)
         wanted: Tensor = grid.mean(mean_over, keepdim=True) if mean_over else grid
-        return wanted + self.drop_path(self.mlp(self.norm2(grid), mean_over))
+        wanted = wanted + self.drop_path(self.mlp(self.norm2(grid), mean_over))
+        return wanted
 
 
 def _build_stage(config: DaViTConfig, stage: int, drop_path_rates: Iterator[float]) -> nn.Sequential:
