@@ -1,10 +1,14 @@
-"""Pictures to test with: written here, or unpacked from the data beside the checkout where that is present."""
+"""Pictures to test with, and loaders of them: written here, or unpacked from the data beside the checkout where that is present."""
 
 import tarfile
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from vitlab.data.loader import Loader
+from vitlab.data.preprocess import EvalTransform, Preprocess
+from vitlab.data.splits import ArraySplit
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +61,30 @@ def write_classes(write_image):
         return root
 
     return write
+
+
+@pytest.fixture
+def array_split():
+    """Give a function that makes a split of so many random images, (20, 14) unless asked otherwise, of five labels."""
+
+    def make(count=23, height=20, width=14):
+        images = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+        labels, paths = np.arange(count) % 5, [f"p{i}" for i in range(count)]
+        return ArraySplit(name="train", labels=labels, paths=paths, images=images)
+
+    return make
+
+
+@pytest.fixture
+def make_loader(array_split):
+    """Give a function that builds a loader, by default of `array_split` in batches of five; all are closed at last."""
+    loaders = []
+
+    def make(split=None, transform=None, **options):
+        transform = transform or EvalTransform(Preprocess(image_size=(16, 12)))
+        loaders.append(Loader(split or array_split(), transform, **({"batch_size": 5} | options)))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
