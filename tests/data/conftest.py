@@ -1,4 +1,4 @@
-"""Pictures to test with, and loaders of them: written here, or unpacked from the data beside the checkout where that is present."""
+"""Pictures to test with, written here or unpacked from the data beside the checkout, and loaders."""
 
 import tarfile
 
