@@ -45,8 +45,8 @@ def test_decode_gives_pillows_pixels_of_real_files(shared_data, name, step, leas
     with tarfile.open(shared_data(name)) as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for member, data in jpeg_members(archive, step):
-            if jpeg.read_header(data) is not None:
-                np.testing.assert_array_equal(decoded(data), by_pillow(data), err_msg=member)
+            if jpeg.read_header(data) is not None and (image := decoded(data)) is not None:
+                np.testing.assert_array_equal(image, by_pillow(data), err_msg=member)
                 seen += 1
     assert seen >= least
 
@@ -145,13 +145,66 @@ def test_decode_image_refuses_half_a_picture_with_an_end(options):
 
 
 def test_decode_image_refuses_pixels_that_a_strange_marker_ends():
-    """simplejpeg alone gives the upper half and grey below it."""
+    """simplejpeg alone, where it is not strict, gives the upper half and grey below it."""
     data = bytearray(encoded(smooth(80, 64)))
     middle = (data.index(b"\xff\xda") + len(data)) // 2
     data[middle : middle + 2] = b"\xff\x51"
     assert simplejpeg.decode_jpeg(data, strict=False).shape == (80, 64, 3)
     with pytest.raises(ImageError, match=r"a\.jpg: damaged"):
         decode_image(bytes(data), "a.jpg")
+
+
+def test_decode_image_refuses_what_simplejpeg_gives_as_it_lies_in_memory():
+    """After the warning of a missing coefficient, it takes the error of a missing table for a warning too."""
+    data = bytearray(encoded(smooth(16, 24)))
+    scan = data.index(b"\xff\xda\x00\x0c\x03")
+    data[scan + 6] = 0x22  # the first component's tables
+    data[scan + 12] = 62  # the last coefficient
+    assert simplejpeg.decode_jpeg(bytes(data), strict=False).shape == (16, 24, 3)
+    with pytest.raises(ImageError, match=r"a\.jpg: damaged or not supported: broken data stream"):
+        decode_image(bytes(data), "a.jpg")
+
+
+def with_rare_sampling(data, factors):
+    """Say another subsampling in a 4:4:4 file: its blocks then lie elsewhere, and those at the end are missing."""
+    frame = data.index(b"\xff\xc0")
+    return data[: frame + 11] + bytes([factors]) + data[frame + 12 :]
+
+
+@pytest.mark.parametrize("factors", [0x42, 0x24, 0x13, 0x31])
+def test_decode_image_refuses_half_a_picture_of_a_rare_sampling(factors):
+    data = with_rare_sampling(encoded(smooth(96, 96), subsampling=0), factors)
+    assert decoded(data) is None
+    read = decode_image(data, "a.jpg")
+    np.testing.assert_array_equal(read, by_pillow(data))
+    start = data.index(b"\xff\xda") + 14
+    half = data[: start + (len(data) - start) // 8] + b"\xff\xd9"
+    assert (by_pillow(half)[-8:, -8:] == 128).all()
+    with pytest.raises(ImageError, match=r"a\.jpg: cut off"):
+        decode_image(half, "a.jpg")
+
+
+@pytest.mark.parametrize("scale", [1, 2, 4, 8])
+def test_decode_refuses_a_picture_without_its_last_rows_at_every_scale(scale):
+    data = encoded(smooth(256, 256))
+    start = data.index(b"\xff\xda") + 14
+    most = data[: start + (len(data) - start) * 97 // 100] + b"\xff\xd9"
+    assert (by_pillow(most)[-8:, -8:] == 128).all()
+    assert (by_pillow(most)[-64:-16] != 128).any()
+    with pytest.raises(decoders.UnreadableError, match="cut off"):
+        decoders.decode(most, lambda height, width: scale)
+
+
+def test_decode_refuses_a_picture_of_very_many_scans(monkeypatch):
+    """A few bytes a scan would have the decoder walk through all blocks each time."""
+    whole = encoded(smooth(40, 56), progressive=True)
+    scans = whole.count(b"\xff\xda")
+    assert jpeg.read_header(whole).scans == scans == 10
+    monkeypatch.setattr(decoders, "SCAN_LIMIT", 40 * 56 * 10)
+    assert decode_image(whole, "a.jpg").shape == (40, 56, 3)
+    monkeypatch.setattr(decoders, "SCAN_LIMIT", 40 * 56 * 10 - 1)
+    with pytest.raises(ImageError, match=r"a\.jpg: 56x40 in 10 scans takes too long to read: save it with fewer"):
+        decode_image(whole, "a.jpg")
 
 
 def test_decode_image_takes_a_grey_picture_for_whole():

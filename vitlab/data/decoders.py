@@ -24,6 +24,9 @@ it decodes at a smaller scale row by row."""
 WHOLE_LIMIT = 50_000_000
 """Largest width x height where the decoder holds the whole picture: all but JPEG of a single scan."""
 
+SCAN_LIMIT = 5_000_000_000
+"""Largest width x height x scans of a JPEG: a second, where a scan changes nothing."""
+
 MEMORY_LIMIT = 256_000_000
 """Bytes that reading a file may take, its own among them. What would take more is refused before it is decoded."""
 
@@ -66,7 +69,8 @@ def decode(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, i
         UnreadableError: the file is damaged, cut off, no image, or larger than the limits.
     """
     try:
-        return _decode_jpeg(data, shrink) or _decode_whole(data)
+        header = jpeg.read_header(data)
+        return (header and _decode_jpeg(data, header, shrink)) or _decode_whole(data, header)
     except UnreadableError:
         raise
     except UnidentifiedImageError:
@@ -78,12 +82,13 @@ def decode(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, i
         raise UnreadableError(f"damaged or not supported: {reason}") from error
 
 
-def _decode_jpeg(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[int, int]] | None:
+def _decode_jpeg(
+    data: bytes, header: jpeg.JpegHeader, shrink: Shrink
+) -> tuple[NDArray[np.uint8], tuple[int, int]] | None:
     """Decode by simplejpeg; None where the file is another's to decode, or to refuse with a reason."""
-    header = jpeg.read_header(data)
-    if header is None:
-        return None
     H, W = header.height, header.width
+    if header.scans * H * W > SCAN_LIMIT:
+        raise UnreadableError(f"{W}x{H} in {header.scans:,} scans takes too long to read: save it with fewer")
     _require_size(H, W, WHOLE_LIMIT if header.held_bytes else PIXEL_LIMIT)
     orientation = _read_orientation(data) if header.has_metadata else 1
     if orientation >= 5:
@@ -95,20 +100,26 @@ def _decode_jpeg(data: bytes, shrink: Shrink) -> tuple[NDArray[np.uint8], tuple[
     image = jpeg.decode(data, header, scale)
     if image is None:
         return None
-    if jpeg.ends_early(data, header, image):
-        raise UnreadableError("cut off: its pixels end before the picture does")
+    _require_end(data, header, image)
     return _turn(image, orientation), (H, W)
 
 
-def _decode_whole(data: bytes) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+def _decode_whole(data: bytes, header: jpeg.JpegHeader | None) -> tuple[NDArray[np.uint8], tuple[int, int]]:
     """Decode by Pillow."""
     # Decoders warn of flaws that leave the pixels whole; under -W error a warning would cost the image.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pixels, orientation = _read_rgb(data)
+    if header is not None:
+        _require_end(data, header, pixels)
     image = _turn(pixels, orientation)  # a copy; Pillow's picture is gone by now
     H, W, _ = image.shape
     return image, (H, W)
+
+
+def _require_end(data: bytes, header: jpeg.JpegHeader, pixels: NDArray[np.uint8]) -> None:
+    if jpeg.ends_early(data, header, pixels):
+        raise UnreadableError("cut off: its pixels end before the picture does")
 
 
 def _open(data: bytes) -> Image.Image:
