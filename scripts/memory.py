@@ -42,7 +42,7 @@ from vitlab.data.cache import free_memory
 from vitlab.models.catalog import create_model
 
 MODES = ("plain", "checkpointed")
-# Which our commands obey: they then keep nothing.
+# Our commands obey these, and then keep nothing that they free.
 _EXACT = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072:glibc.malloc.trim_threshold=131072"}
 
 

@@ -73,6 +73,28 @@ def test_dropout_in_training_is_for_each_position(tiny_davit):
     everywhere = network.forward_features(images).shape
     assert network.train().head_features(images).shape == everywhere
     assert network.eval().head_features(images).shape == (everywhere[0], 1, 1, everywhere[-1])
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train()  # as Monte Carlo dropout has it
+    assert network.head_features(images).shape == everywhere
+
+
+@pytest.mark.parametrize("part", ["", "attn.proj", "mlp"])
+def test_a_backward_hook_sees_everything(part, network):
+    module = network.repeated_blocks()[-1].get_submodule(part)
+    seen = []
+    module.register_full_backward_hook(lambda _, inputs, outputs: seen.append(outputs[0]))
+    images = images_for(network)
+    network(images).sum().backward()
+    assert seen[0].shape == network.forward_features(images).shape
+
+
+def test_hooks_of_all_modules_leave_the_way_as_it_is(network):
+    """As those of a replay, which must make the same step."""
+    images = images_for(network)
+    short = network.head_features(images).shape
+    with torch.nn.modules.module.register_module_forward_hook(lambda *given: None):
+        assert network.head_features(images).shape == short
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -97,16 +119,18 @@ def test_a_hook_sees_everything(part, before, network):
     assert network.head_features(images).shape == everything
 
 
-def test_a_hook_at_the_norm_after_the_blocks_sees_all_tokens(tiny_vit):
-    network = tiny_vit()
+def test_a_hook_behind_the_blocks_sees_everything(tiny_vit, tiny_davit):
     seen = []
-    network.norm.register_forward_hook(lambda _, inputs, output: seen.append(output))
-    network(images_for(network).float())
-    assert seen[0].shape == (4, 7, 12)
+    for network, name in ((tiny_vit(), "norm"), (tiny_davit(), "head")):
+        images = images_for(network).float()
+        everything = network.forward_features(images).shape
+        network.get_submodule(name).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        network(images)
+        assert seen.pop().shape == everything
 
 
 def test_compiled_blocks_are_those_that_work_alike(tiny_vit):
     network = tiny_vit(depth=3)
     assert network.compiled_blocks() == list(network.blocks)[:2]
-    network = tiny_vit(depth=3, pool="mean")
-    assert network.compiled_blocks() == list(network.blocks)
+    for network in (tiny_vit(depth=3, pool="mean"), tiny_vit(depth=1)):
+        assert network.compiled_blocks() == list(network.blocks)

@@ -21,7 +21,7 @@ def compile_blocks(
     backend: str | Callable[..., Any] = "inductor",
     find: Callable[[str], str | None] = shutil.which,
 ) -> None:
-    """Compile each repeated block in place; alike ones share the code, which is what keeps the wait short.
+    """Compile in place each block of `compiled_blocks`; alike ones share the code, which is what keeps the wait short.
 
     Raises:
         InputError: the network is on a CPU, and there is no C++ compiler.

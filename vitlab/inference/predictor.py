@@ -57,7 +57,9 @@ class Predictor:
         self.path = checkpoint_path(Path(checkpoint))
         file.require_classes(checkpoint)
         self.network = file.network.float().eval()
-        self.network.skips_unused = False  # few rows are summed by their number: a resumed prediction would differ
+        self.network.skips_unused = (
+            False  # products of few rows round by their number: a resumed prediction would differ
+        )
         pack(self.network)
         self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature
 

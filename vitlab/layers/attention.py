@@ -43,7 +43,8 @@ def attention(
     Returns:
         `(..., N, e)` in the values' dtype; a query that sees no key at all gets zeros.
 
-    Source: arXiv:1706.03762, eq. 1. Differs: in float16 the query is scaled before the product, which cannot overflow.
+    Source: arXiv:1706.03762, eq. 1. Differs: the query is scaled before the product, in float16 always, so that it does
+    not overflow; beside a mask, in other types, the scores are.
     """
     if _explicit_is_faster(query, key, bias):
         weights = attention_weights(
@@ -94,7 +95,7 @@ def attention_weights(
 def scale_in_float16(query: Tensor) -> tuple[Tensor, float]:
     """Scale queries by 1 / sqrt(d) where their products with keys may overflow, and give the factor that these lack.
 
-    Scaled later, on a way over the scores that is made anyhow, it takes neither time nor a copy of the queries.
+    The scores are scaled elsewhere: where they are few, or a mask is added anyhow, that saves a copy of the queries.
     """
     scale: float = query.shape[-1] ** -0.5
     return (query * scale, 1.0) if query.dtype == torch.float16 else (query, scale)

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,8 @@ def count_macs(network: Network) -> int:
     Matrix products, convolutions and the two products of attention count; norms, activations and sums do not. Papers
     often call this number FLOPs. A copy without data does the counting, so that the size of the network does not
     matter, and so that attention is the plain products that torch can count. An ImageGPT's pass is the one that it is
-    made for, from tokens to the colour logits of all pixels, with the whole square of causal attention. A ViT's is that
-    of all tokens through all blocks, as published, though its last block may work for the class token alone.
+    made for, from tokens to the colour logits of all pixels, with the whole square of causal attention. Others' is that
+    of all tokens through all blocks, as published, though a ViT's last block and a DaViT's last layer may do less.
 
     Args:
         network: on any device; a network without data, on the device `meta`, is quickest.
@@ -85,13 +86,13 @@ class _Repeats:
         for block in blocks:
             block.forward = partial(self._run, block.forward, repr(block))
 
-    def _run(self, forward: Callable[[Tensor], Tensor], kind: str, tokens: Tensor) -> Tensor:
+    def _run(self, forward: Callable[..., Tensor], kind: str, tokens: Tensor, **arguments: Any) -> Tensor:
         key = (kind, tokens.shape)
         if key in self.known:
             flops, result = self.known[key]
             self.flops += flops
             return result
         before = self.counter.get_total_flops()
-        result = forward(tokens)
+        result = forward(tokens, **arguments)
         self.known[key] = (self.counter.get_total_flops() - before, result)
         return result

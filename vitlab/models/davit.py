@@ -153,11 +153,9 @@ class SpatialAttention(AttentionProjections):
         """Map `(B, H, W, D)` to the same shape."""
         _, H, W, _ = grid.shape
         qkv = self.qkv(pad_to_multiple(in_product_dtype(grid), self.window))
-        _, padded_height, padded_width, _ = qkv.shape
-        grid_size = (padded_height, padded_width)
-        if is_fused(
-            math.prod(self.window), qkv.device, qkv.dtype
-        ):  # then a join after the projection keeps a copy less
+        grid_size = (qkv.shape[1], qkv.shape[2])
+        # Where attention is fused, a join after the projection keeps a copy less.
+        if is_fused(math.prod(self.window), qkv.device, qkv.dtype):
             projected = reverse(self.attend(partition(qkv, self.window)), self.window, grid_size)
         else:
             heads = attention(*partition_heads(qkv, self.window, self.num_heads))
@@ -313,22 +311,17 @@ class DaViT(BlockNetwork):
     def head_features(self, images: Tensor) -> Tensor:
         """Give what `forward_head` needs: the mean of the last block's map alone, `(B, 1, 1, D)`.
 
-        The block's last layer then works for one position. With dropout after it, or where a hook looks at it, it works
-        for all.
+        The block's last layer then works for one position. With dropout after it, with a hook in the block or the head,
+        or with `skips_unused` off, it works for all.
         """
         last = self.repeated_blocks()[-1]
-        drops = self.training and self.config.drop_rate > 0
-        if drops or not self.skips_unused or has_hooks(last):
+        dropout = last.mlp.drop2
+        if (dropout.training and dropout.p > 0) or not self.skips_unused or has_hooks(last, self.head):
             return self.forward_features(images)
         return self.last_output(images, means_last=True)
 
     def block_outputs(self, images: Tensor, *, means_last: bool = False) -> Iterator[Tensor]:
-        """Give each block's map `(B, H, W, D)`, whose size and width are its stage's.
-
-        Args:
-            images: `(B, C, height, width)`.
-            means_last: give of the last one the mean over its positions, `(B, 1, 1, D)`.
-        """
+        """Give each block's map `(B, H, W, D)`; with `means_last` of the last one the mean `(B, 1, 1, D)`."""
         check_images(images, image_size=self.image_size, in_channels=self.in_channels)
         last = self.repeated_blocks()[-1]
         grid: Tensor = self.stem(images)
@@ -336,8 +329,7 @@ class DaViT(BlockNetwork):
             if isinstance(step, Downsample):
                 grid = step(grid)
             elif isinstance(step, Block):
-                arguments = {"mean_over": (1, 2)} if means_last and step is last else {}
-                grid = self.run_block(step, grid, **arguments)
+                grid = self.run_block(step, grid, mean_over=(1, 2) if means_last and step is last else ())
                 yield grid
 
     def get_classifier(self) -> nn.Linear:
@@ -353,6 +345,6 @@ class DaViT(BlockNetwork):
         pairs = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else pairs}
 
-    def repeated_blocks(self) -> list[nn.Module]:
+    def repeated_blocks(self) -> list[Any]:
         """Give the blocks, those of window attention and those of channel attention."""
         return [module for module in self.modules() if isinstance(module, Block)]

@@ -31,8 +31,8 @@ class Network(nn.Module):
     pixel_statistics: tuple[float, float] | None = None
     """Mean and standard deviation that the Preprocess of its images must have; None where any do."""
     skips_unused: bool = True
-    """Whether `forward` may leave out what the head does not look at. The logits are the same but for the last digit,
-    which then depends on how many images come at a time."""
+    """Whether `forward` may leave out what the head does not look at. The logits are the same but for rounding, which
+    then depends on how many images come at a time."""
 
     def config_dict(self) -> dict[str, Any]:
         """Give the resolved keyword arguments: `create_model(net.name, **net.config_dict())` builds the same network.
@@ -58,7 +58,11 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def forward_head(self, features: Tensor, *, pre_logits: bool = False) -> Tensor:
-        """Pool and classify what `forward_features` gave: logits `(B, K)`, or with `pre_logits` the pooled `(B, D)`."""
+        """Pool and classify what `head_features` or `forward_features` gave.
+
+        Returns:
+            Logits `(B, K)`, or with `pre_logits` the pooled `(B, D)`.
+        """
         raise NotImplementedError
 
     def forward_intermediates(self, images: Tensor) -> list[Tensor]:
@@ -167,9 +171,12 @@ class PixelNetwork(Protocol):
 
 
 def has_hooks(*modules: nn.Module) -> bool:
-    """Tell whether anyone looks at what goes into or comes out of these modules, or of parts of them."""
+    """Tell whether these modules, or parts of them, have a hook of their own; torch's for all modules are none."""
     parts = (part for module in modules for part in module.modules())
-    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in parts
+    )
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -193,11 +193,11 @@ class VisionTransformer(BlockNetwork):
         """Give what `forward_head` needs: with `pool='cls'` the class token alone, `(B, 1, D)`.
 
         The last block then works for it alone: what it makes of the others would be dropped, and no gradient comes from
-        there. A hook within that block, or at the norm after it, sees all tokens: where there is one, they are made.
+        there. With a hook in that block, or at the norm after it, or with `skips_unused` off, it makes all tokens.
         """
         if self.config.pool != "cls" or not self.skips_unused or has_hooks(self.blocks[-1], self.norm):
             return self.forward_features(images)
-        normalised: Tensor = self.norm(self.last_output(images, last_outputs=1))
+        normalised: Tensor = self.norm(self.last_output(images, num_last_outputs=1))
         return normalised
 
     def forward_features(self, images: Tensor) -> Tensor:
@@ -212,12 +212,12 @@ class VisionTransformer(BlockNetwork):
         normalised: Tensor = self.fc_norm(pooled)
         return normalised if pre_logits else self.get_classifier()(normalised)
 
-    def block_outputs(self, images: Tensor, *, last_outputs: int | None = None) -> Iterator[Tensor]:
+    def block_outputs(self, images: Tensor, *, num_last_outputs: int | None = None) -> Iterator[Tensor]:
         """Give each block's tokens `(B, 1 + N, D)`, class token first, without the final norm.
 
         Args:
             images: `(B, C, height, width)`.
-            last_outputs: give of the last block the first so many tokens alone.
+            num_last_outputs: give of the last block the first so many tokens alone.
         """
         patches = self.patch_embed(images)
         B, _, D = patches.shape
@@ -227,7 +227,7 @@ class VisionTransformer(BlockNetwork):
         for block in others:
             tokens = self.run_block(block, tokens)
             yield tokens
-        yield self.run_block(last, tokens, **({"num_outputs": last_outputs} if last_outputs else {}))
+        yield self.run_block(last, tokens, num_outputs=num_last_outputs)
 
     def get_classifier(self) -> nn.Linear:
         """Give the linear head."""
@@ -249,5 +249,6 @@ class VisionTransformer(BlockNetwork):
         return list(self.blocks)
 
     def compiled_blocks(self) -> list[nn.Module]:
-        """Give the blocks that work alike: with `pool='cls'` all but the last, whose code would be for it alone."""
-        return self.repeated_blocks()[: -1 if self.config.pool == "cls" else None]
+        """Give the blocks that work alike: with `pool='cls'` all but the last, whose code no other would share."""
+        blocks = self.repeated_blocks()
+        return (blocks[:-1] or blocks) if self.config.pool == "cls" else blocks

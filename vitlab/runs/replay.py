@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from vitlab.checks import require
 from vitlab.config import RunConfig
@@ -129,17 +130,18 @@ def _repeat_crash(trainer: Trainer, crash: dict[str, Any]) -> tuple[bool, list[s
     """Make the failed step again, and look where the first number went wrong."""
     (group,) = islice(_groups(trainer, trainer.progress.step + 1), 1)
     lines = [f"then: {crash['what']}; images {crash['indices']}"]
-    first_bad: list[str] = []
-    for number, block in enumerate(trainer.objective.network.repeated_blocks()):
-        block.register_forward_hook(_Watch(f"block {number}", first_bad))
+    blocks = trainer.objective.network.repeated_blocks()
+    watch = _Watch({block: f"block {number}" for number, block in enumerate(blocks)})
     try:
-        report = trainer.train_step(group)
+        # For all modules: beside a hook of its own, a last block makes more than it did in the run (`head_features`).
+        with register_module_forward_hook(watch):
+            report = trainer.train_step(group)
     except NonFinite as failure:
         lines.append(f"now: {failure}")
         norms = gradient_norms(trainer.objective.network)
         where = (
-            f"the first output that is not finite is that of {first_bad[0]}"
-            if first_bad
+            f"the first output that is not finite is that of {watch.found}"
+            if watch.found
             else "all blocks' outputs are finite"
         )
         lines.append(where)
@@ -152,9 +154,10 @@ def _repeat_crash(trainer: Trainer, crash: dict[str, Any]) -> tuple[bool, list[s
 class _Watch:
     """Notes the first block whose output is not finite."""
 
-    def __init__(self, name: str, found: list[str]) -> None:
-        self.name, self.found = name, found
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        self.names = names
+        self.found = ""
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not self.found and not output.isfinite().all():
-            self.found.append(self.name)
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self.found and module in self.names and not output.isfinite().all():
+            self.found = self.names[module]
