@@ -238,7 +238,7 @@ def plot_ratios(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(ticks := [0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50], labels=[f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(works)), labels=works)
+    axes.set_yticks(range(len(works)), labels=[WORKS[work].replace("`", "").replace(", ", ",\n") for work in works])
     axes.invert_yaxis()
     axes.set_xlabel("how many times better vitlab is (right of 1)")
     axes.legend()

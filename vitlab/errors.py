@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Iterable
 
-_MANY = 120
+_MANY = 40
 """So many names can still be read in a message."""
 
 

@@ -77,7 +77,7 @@ def test_runs_part_at_the_step_after_a_weight_moved(run, tiny_run, tmp_path, mon
     capsys.readouterr()
     assert main(["compare", str(run), str(other), "--workers", "0"]) == 4
     printed = capsys.readouterr().out
-    assert f"losses first part at step 7: A {same.losses.values[0]!r}, B {same.losses.values[1]!r}\n" in printed
+    assert f"logged losses first part at step 7: A {same.losses.values[0]!r}, B {same.losses.values[1]!r}\n" in printed
     assert (
         f"last weights differ in {last.differing} of 32 tensors, by up to {last.largest:.3g} ({last.where})" in printed
     )

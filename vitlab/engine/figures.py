@@ -85,8 +85,10 @@ def results_figure(metrics_path: Path, *, title: str) -> Figure:
     if ema_values:
         quality.legend(frameon=False, loc="upper left")
 
-    _curve(rate, records, "train/lr", color=GREEN)
+    _, rates = _curve(rate, records, "train/lr", color=GREEN)
     finish_panel(rate, title="Learning rate", unit="per step")
+    if rates:
+        rate.set_ylim(0, 1.05 * max(rates) or 1)
     rate.yaxis.set_major_formatter("{x:g}")
 
     _, speeds = _curve(speed, records, "train/images_per_s", color=PURPLE)

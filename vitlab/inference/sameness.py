@@ -37,7 +37,7 @@ class Losses:
     def line(self) -> str:
         """Describe it in a line."""
         if self.first_step is not None:
-            return f"losses first part at step {self.first_step}: A {self.values[0]!r}, B {self.values[1]!r}"
+            return f"logged losses first part at step {self.first_step}: A {self.values[0]!r}, B {self.values[1]!r}"
         if self.identical:
             return f"losses are identical at all {self.points} points logged, up to step {self.last_steps[0]}"
         return (

@@ -21,7 +21,7 @@ from vitlab.errors import InputError
 from vitlab.inference.check_classes import IMBALANCE, count_classes
 from vitlab.models.costs import count_parameters
 from vitlab.models.safetensors_file import read_safetensors
-from vitlab.text import duration, markdown
+from vitlab.text import counted, duration, markdown
 
 # What a card says of the recipe whatever it is; of all else what differs from the defaults.
 _ALWAYS = (
@@ -167,8 +167,8 @@ def _training(rows: Sequence[Mapping[str, Any]], config: RunConfig, dataset: Dat
     lines = [
         "## Training",
         "",
-        f"{last['step']:,} steps in {last['epoch']:,} epochs on {machine}, in about {_time(rows, dataset)} without the "
-        "evaluations. `vitlab train --config config.yaml --data.root DATA --train.run_dir NEW` repeats it. What "
+        f"{last['step']:,} steps in {counted(last['epoch'], 'epoch')} on {machine}, in about {_time(rows, dataset)} "
+        "without the evaluations. `vitlab train --config config.yaml --data.root DATA --train.run_dir NEW` repeats it. What "
         "differs from vitlab's defaults, and some that may not:",
         "",
     ]
