@@ -154,7 +154,7 @@ def test_lines_of_a_card_run(finished_run, color_folder, tmp_path, monkeypatch):
 def test_card_goes_while_a_longer_run_goes_on_and_comes_back(tiny_run, monkeypatch):
     run = run_training(tiny_run(train__epochs=1))
     card = RunFolder(run).card
-    assert "5 steps in 1 epochs" in card.read_text(encoding="utf-8")
+    assert "5 steps in 1 epoch on" in card.read_text(encoding="utf-8")
     monkeypatch.setattr("vitlab.engine.trainer.Trainer.fit", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_training(tiny_run(train__epochs=2))

@@ -168,8 +168,8 @@ def _training(rows: Sequence[Mapping[str, Any]], config: RunConfig, dataset: Dat
         "## Training",
         "",
         f"{last['step']:,} steps in {counted(last['epoch'], 'epoch')} on {machine}, in about {_time(rows, dataset)} "
-        "without the evaluations. `vitlab train --config config.yaml --data.root DATA --train.run_dir NEW` repeats it. What "
-        "differs from vitlab's defaults, and some that may not:",
+        "without the evaluations. `vitlab train --config config.yaml --data.root DATA --train.run_dir NEW` repeats it. "
+        "What differs from vitlab's defaults, and some that may not:",
         "",
     ]
     return lines + _table(("setting", "value"), [(f"`{key}`", _cell(values.get(key))) for key in shown])
