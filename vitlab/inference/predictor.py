@@ -57,9 +57,8 @@ class Predictor:
         self.path = checkpoint_path(Path(checkpoint))
         file.require_classes(checkpoint)
         self.network = file.network.float().eval()
-        self.network.skips_unused = (
-            False  # products of few rows round by their number: a resumed prediction would differ
-        )
+        # Products of few rows round by their number: a resumed prediction, with other batches, would give other rows.
+        self.network.skips_unused = False
         pack(self.network)
         self.classes, self.preprocess, self.temperature = file.classes, file.preprocess, file.temperature
 
