@@ -1,5 +1,6 @@
 """The pages of `benchmark.py`: Markdown of all rows, a plot, and the README's table."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def plot_ratios(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(ticks := [0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50], labels=[f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(works)), labels=[WORKS[work].replace("`", "").replace(", ", ",\n") for work in works])
+    axes.set_yticks(range(len(works)), labels=[textwrap.fill(WORKS[work].replace("`", ""), 30) for work in works])
     axes.invert_yaxis()
     axes.set_xlabel("how many times better vitlab is (right of 1)")
     axes.legend()
@@ -257,4 +258,4 @@ def plot_growth(axes: Any, points: Sequence[Row], key: str, label: str) -> None:
     axes.set_xticks(ticks, labels=[str(tick) for tick in ticks], fontsize=7)
     axes.set_xlabel("pixels a side")
     axes.set_ylabel(label)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)  # beside lines, not over them
