@@ -42,7 +42,7 @@ def mask_cases():
 @pytest.fixture(params=[False, True], ids=["fused", "explicit"])
 def path(request, monkeypatch):
     """Run the test once with torch's fused attention and once with the products written out."""
-    monkeypatch.setattr(module, "_explicit_is_faster", lambda query, key, bias: request.param)
+    monkeypatch.setattr(module, "_explicit_is_faster", lambda query, key, bias, causal: request.param)
 
 
 @pytest.mark.usefixtures("path")
@@ -96,7 +96,7 @@ def test_attention_equals_a_loop_over_tokens(kind):
 def test_attention_paths_agree_in_values_and_gradients(kind, dtype, tolerance, monkeypatch):
     results = []
     for explicit in (False, True):
-        monkeypatch.setattr(module, "_explicit_is_faster", lambda query, key, bias, explicit=explicit: explicit)
+        monkeypatch.setattr(module, "_explicit_is_faster", lambda *given, causal, explicit=explicit: explicit)
         inputs = random_inputs(5, 7, dtype, requires_grad=True)
         output = attention(*inputs, **mask_cases()[kind])
         output.square().sum().backward()
@@ -108,18 +108,20 @@ def test_attention_paths_agree_in_values_and_gradients(kind, dtype, tolerance, m
 
 def test_attention_takes_the_explicit_path_on_a_cpu_in_bf16_and_where_a_bias_is_learned():
     learned = torch.zeros(3, 5, 7, requires_grad=True)
-    for dtype, bias, num_keys, expected in [
-        (torch.bfloat16, None, 512, True),
-        (torch.bfloat16, None, 513, False),
-        (torch.float16, None, 7, False),
-        (torch.float32, None, 7, False),
-        (torch.float32, learned.detach(), 7, False),
-        (torch.float32, learned, 7, True),
+    for dtype, bias, num_keys, causal, expected in [
+        (torch.bfloat16, None, 800, False, True),
+        (torch.bfloat16, None, 801, False, False),
+        (torch.bfloat16, None, 512, True, True),
+        (torch.bfloat16, None, 513, True, False),
+        (torch.float16, None, 7, False, False),
+        (torch.float32, None, 7, False, False),
+        (torch.float32, learned.detach(), 7, False, False),
+        (torch.float32, learned, 7, False, True),
     ]:
         query, key, _ = random_inputs(5, num_keys, dtype=dtype)
-        assert module._explicit_is_faster(query, key, bias) is expected
+        assert module._explicit_is_faster(query, key, bias, causal=causal) is expected
     with torch.no_grad():
-        assert not module._explicit_is_faster(*random_inputs(5, 7)[:2], learned)
+        assert not module._explicit_is_faster(*random_inputs(5, 7)[:2], learned, causal=False)
 
 
 @pytest.mark.parametrize("bias_shape", [(5, 7), (3, 5, 7), (1, 5, 7), (2, 3, 5, 7)])

@@ -102,7 +102,7 @@ def test_spatial_attention_is_the_same_projected_in_windows_and_in_the_map(
     images = random_tensor(2, 3, *image_size)
     in_windows = network(images)
     calls = []
-    monkeypatch.setattr(davit, "is_fused", lambda *given: calls.append(given))
+    monkeypatch.setattr(davit, "is_fused", lambda *given, causal: calls.append(given))
     torch.testing.assert_close(network(images), in_windows, rtol=0, atol=1e-12)
     assert calls[0][1:] == (torch.device("cpu"), torch.float64)
 

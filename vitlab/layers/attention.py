@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from vitlab.checks import require_multiple
 
-# Of the fused time, two products and a softmax took in training .7 to .9 at 256 keys, 1.1 at 576 and 2 to 6 at 1,024;
-# in inference .5 to .8 up to 577 keys, and 1.1 at 785.
-_MOST_EXPLICIT_KEYS = 512
+# Of the fused time, with freed memory kept, two products and a softmax took in a ViT's training step .69 to .78 at 577
+# keys, .77 to .86 at 785 and .8 at 1,025, in inference .80 to .87. Beyond, the squares add over half to its memory.
+_MOST_EXPLICIT_KEYS = 800
+# Fused attention leaves out half of a causal square: of its time in an ImageGPT's step .87 at 576 keys, .95 at 1,024.
+_MOST_EXPLICIT_CAUSAL_KEYS = 512
 
 
 def attention(
@@ -46,7 +48,7 @@ def attention(
     Source: arXiv:1706.03762, eq. 1. Differs: the query is scaled before the product, in float16 always, so that it does
     not overflow; beside a mask, in other types, the scores are.
     """
-    if _explicit_is_faster(query, key, bias):
+    if _explicit_is_faster(query, key, bias, causal=causal):
         weights = attention_weights(
             query,
             key,
@@ -101,22 +103,23 @@ def scale_in_float16(query: Tensor) -> tuple[Tensor, float]:
     return (query * scale, 1.0) if query.dtype == torch.float16 else (query, scale)
 
 
-def _explicit_is_faster(query: Tensor, key: Tensor, bias: Tensor | None) -> bool:
+def _explicit_is_faster(query: Tensor, key: Tensor, bias: Tensor | None, *, causal: bool) -> bool:
     """Tell whether two matrix products and a softmax beat torch's fused attention.
 
     They do on a CPU in two cases. In bf16 the fused forward pass takes up to twice and the backward pass two to four
-    times as long, up to a few hundred tokens. And a bias that is learned has no fused backward pass there: torch falls
+    times as long, up to some hundred tokens. And a bias that is learned has no fused backward pass there: torch falls
     back on products of its own, which take longer. Everywhere else, in fp16 too, the fused kernels are as fast or
     faster, and need less memory.
     """
     learns_bias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     on_cpu = query.device.type == "cpu"
-    return (on_cpu and learns_bias) or not is_fused(key.shape[-2], query.device, query.dtype)
+    return (on_cpu and learns_bias) or not is_fused(key.shape[-2], query.device, query.dtype, causal=causal)
 
 
-def is_fused(num_keys: int, device: torch.device, dtype: torch.dtype) -> bool:
+def is_fused(num_keys: int, device: torch.device, dtype: torch.dtype, *, causal: bool) -> bool:
     """Tell whether attention without a learned bias takes torch's fused kernel, which keeps no square of the tokens."""
-    return not (device.type == "cpu" and dtype == torch.bfloat16 and num_keys <= _MOST_EXPLICIT_KEYS)
+    most = _MOST_EXPLICIT_CAUSAL_KEYS if causal else _MOST_EXPLICIT_KEYS
+    return not (device.type == "cpu" and dtype == torch.bfloat16 and num_keys <= most)
 
 
 def _score_mask(

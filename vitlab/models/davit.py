@@ -155,7 +155,7 @@ class SpatialAttention(AttentionProjections):
         qkv = self.qkv(pad_to_multiple(in_product_dtype(grid), self.window))
         grid_size = (qkv.shape[1], qkv.shape[2])
         # Where attention is fused, a join after the projection keeps a copy less.
-        if is_fused(math.prod(self.window), qkv.device, qkv.dtype):
+        if is_fused(math.prod(self.window), qkv.device, qkv.dtype, causal=False):
             projected = reverse(self.attend(partition(qkv, self.window)), self.window, grid_size)
         else:
             heads = attention(*partition_heads(qkv, self.window, self.num_heads))

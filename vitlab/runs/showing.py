@@ -68,7 +68,8 @@ def _growth(network: ImageGPT, trainer: Trainer) -> str:
     parts = []
     for size in (network.image_size, *((side, side) for side in (32, 48, 64))):
         config = dataclasses.replace(network.config, image_size=size)
-        fused = is_fused(math.prod(size), trainer.device, trainer.autocast or torch.float32)
+        dtype = trainer.autocast or torch.float32
+        fused = is_fused(math.prod(size), trainer.device, dtype, causal=network.config.causal)
         width = 4 if trainer.autocast is None else 2
         memory = training_memory(config, batch_size=batch_size, bytes_per_value=width, fused_attention=fused)
         with torch.device("meta"):
