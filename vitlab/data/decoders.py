@@ -24,8 +24,8 @@ it decodes at a smaller scale row by row."""
 WHOLE_LIMIT = 50_000_000
 """Largest width x height where the decoder holds the whole picture: all but JPEG of a single scan."""
 
-SCAN_LIMIT = 5_000_000_000
-"""Largest width x height x scans of a JPEG: a second, where a scan changes nothing."""
+SCAN_LIMIT = 2_500_000_000
+"""Largest width x height x scans of a JPEG: about a second of work, where a scan changes nothing."""
 
 MEMORY_LIMIT = 256_000_000
 """Bytes that reading a file may take, its own among them. What would take more is refused before it is decoded."""
