@@ -36,6 +36,8 @@ class Row:
     theirs: float
     ratio: float
     """How many times better ours is: more of a rate, less of seconds or MiB. The median of the rounds' ratios."""
+    spread: tuple[float, float]
+    """The smallest and the largest of them."""
     share: float | None = None
     """Ours over the processor's rate of matrix products, as that of the multiply-adds."""
     note: str = ""
@@ -129,9 +131,9 @@ def serve(name: str, prepare: Callable[..., Callable[[], float]]) -> None:
         print(measure(), flush=True)
 
 
-def ratio_of(ours: Sequence[float], theirs: Sequence[float], *, unit: str) -> float:
-    """Give how many times better ours is, the median over the rounds."""
-    return median(a / b if is_rate(unit) else b / a for a, b in zip(ours, theirs, strict=True))
+def ratios_of(ours: Sequence[float], theirs: Sequence[float], *, unit: str) -> list[float]:
+    """Give how many times better ours is, round by round."""
+    return [a / b if is_rate(unit) else b / a for a, b in zip(ours, theirs, strict=True)]
 
 
 def is_rate(unit: str) -> bool:
@@ -163,10 +165,11 @@ def compare(
         if not known:
             continue
         best = choose(known, key=lambda name: median(figures[name]))
-        ratio = ratio_of(figures["vitlab"], figures[best], unit=unit)
+        ratios = ratios_of(figures["vitlab"], figures[best], unit=unit)
         ours, theirs = median(figures["vitlab"]), median(figures[best])
         notes = [note, best if len(settings) > 1 else ""]
-        fields = {"unit": unit, "peer": peer, "ours": ours, "theirs": theirs, "ratio": ratio} | columns
+        fields = {"unit": unit, "peer": peer, "ours": ours, "theirs": theirs} | columns
+        fields |= {"ratio": median(ratios), "spread": (min(ratios), max(ratios))}
         fields["note"] = ", ".join(filter(None, notes))
         rows.append(Row(**fields))  # type: ignore[arg-type]
     return rows

@@ -104,8 +104,8 @@ def page(record: Mapping[str, Any], notes: str) -> str:
         f"machine.\n\n- Machine: {machines}\n- Versions: {versions}\n- Matrix products of 2048x2048, billions of "
         f"multiply-adds a second: {rates}\n",
         "Figures are medians of rounds A B A B, and the ratio is the median of the rounds' ratios, more than 1 where "
-        "vitlab is better: more of a rate, less of seconds or MiB. `timm` is as it comes, `timm best` the best of its "
-        "settings. The share is that of the machine's matrix products, a training step counted as three forward "
+        "vitlab is better: more of a rate, less of seconds or MiB; beside it the smallest and the largest. `timm` is "
+        "as it comes, `timm best` the best of its settings. The share is that of the machine's matrix products, a training step counted as three forward "
         "passes of all tokens; what ours leaves out of a ViT's (6 %) and a DaViT's (2.5 %) is counted as made. The "
         "scripts' docstrings say what is compared.\n",
         "![Ratios by work, and time and memory over the size of the images](performance.png)\n",
@@ -125,7 +125,7 @@ def page(record: Mapping[str, Any], notes: str) -> str:
 
 def all_rows(rows: Sequence[Row]) -> str:
     """Give a table of the rows of one work."""
-    columns = ["of", "precision", "mode", "device", "vitlab", "peer", "theirs", "ratio", "share", "note"]
+    columns = ["of", "precision", "mode", "device", "vitlab", "peer", "theirs", "ratio", "of rounds", "share", "note"]
     return table(
         columns,
         [
@@ -138,6 +138,7 @@ def all_rows(rows: Sequence[Row]) -> str:
                 row["peer"],
                 number(row["theirs"]),
                 times(row),
+                " to ".join(map(number, row["spread"])),
                 f"{row['share']:.0%}" if row["share"] is not None else "",
                 row["note"],
             ]

@@ -47,8 +47,14 @@ def fails(capsys, *arguments: str) -> str:
             "data.mean has 3 values for data.channels 1",
         ),
         (["train", "--model.image_size", "3x3"], "--model.image_size is 3x3: give a whole number or [int, int]"),
-        (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "--config", "nowhere.yaml"], "nowhere.yaml does not exist: give a YAML file"),
+        (["train", "--config", "/"], "--config / is no file: give a YAML file"),
+        (["train", "--config", ""], "--config: no YAML with sections of fields: it is empty"),
+        (["train", "--config"], "--config stands without a value: give one behind it"),
         (["train", "photos"], "unknown argument photos: did you mean --data.root photos?"),
+        (["train", "/my-photos"], "unknown argument /my-photos: did you mean --data.root /my-photos?"),
+        (["palette", "~/photos"], "unknown argument ~/photos: did you mean --data ~/photos?"),
+        (["train", "--optim.lrr=3"], "unknown option --optim.lrr: did you mean --optim.lr?"),
         (["train", "--data", "photos"], "did you mean --data.root photos?"),
         (["evaluate"], "missing checkpoint, --data"),
         (["evaluate", "x", "--data", "y", "--split", "tst"], "--split is tst: give one of train, val, test, all"),
@@ -63,7 +69,7 @@ def fails(capsys, *arguments: str) -> str:
         (["models", "--image_size", "-5"], "--image_size is -5: give sides"),
         (["models", "--image_size", "8x8x8"], "--image_size is 8x8x8: give sides"),
         (["models", "--image_size", "9000"], "--image_size is 9000: give sides"),
-        (["models", "--image_size"], "--image_size: expected at least one"),
+        (["models", "--image_size"], "--image_size stands without a value: give one behind it"),
     ],
 )
 def test_cli_gives_one_line_for_a_mistake(capsys, arguments, expected):
@@ -85,6 +91,9 @@ def test_cli_names_an_unknown_key_of_a_file(capsys, tmp_path):
         ("modell: {name: vit_tiny}\n", "unknown option --modell.name: did you mean --model.name?"),
         ("- 1\n", "a configuration has sections of fields, such as `optim: {lr: 0.001}`, and here is - 1"),
         ("optim: {lr: 1}\noptim: {lr: 2}\n", "the key optim stands twice"),
+        ("", "no YAML with sections of fields: it is empty"),
+        ("optim:\n  lr: 1\n name: 2\n", "no YAML with sections of fields: line 3, column 2: while parsing"),
+        ("optim: a: b\n", "no YAML with sections of fields: line 1, column 9: mapping values are not allowed"),
     ],
 )
 def test_cli_names_the_file_of_a_mistake(capsys, tmp_path, text, expected):

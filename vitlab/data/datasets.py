@@ -138,12 +138,12 @@ def _load_arrays(root: str | Path) -> ArrayData | None:
         return _load_digits()
     root = Path(root)
     if root.is_file():
-        raise InputError(f"data.root {root} is a file: give the folder that holds the data set; {LAYOUT}")
+        raise InputError(f"{root} is a file: give the folder that holds the data set; {LAYOUT}")
     if not root.is_dir():
         offer = "; data.download fetches CIFAR" if "cifar" in root.name.lower() else ""
-        raise InputError(f"data.root {root} does not exist: give a folder or the built-in `digits`; {LAYOUT}{offer}")
+        raise InputError(f"{root} does not exist: give a folder or the built-in `digits`; {LAYOUT}{offer}")
     if not os.access(root, os.R_OK | os.X_OK):
-        raise InputError(f"data.root {root} cannot be opened: check its permissions")
+        raise InputError(f"{root} cannot be opened: check its permissions")
     if cifar := find_cifar(root):
         return load_cifar(*cifar)
     idx = find_idx(root)
