@@ -61,6 +61,35 @@ def test_decoder_select_goes_on_with_the_chosen_images(random_imagegpt):
     torch.testing.assert_close(logits, network.pixel_logits(tokens)[rows, 10], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("capabilities", [{"avx512_bf16": True}, {}])
+def test_decoder_stores_keys_and_values_in_bf16_where_the_processor_computes_in_it(
+    random_imagegpt, monkeypatch, precision, capabilities
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    decoder, tokens = Decoder(random_imagegpt(), precision=precision), tokens_of(3)
+    decoded(decoder, tokens)
+    expected = torch.bfloat16 if capabilities and precision != "fp32" else torch.float32
+    assert {block.keys.dtype for block in decoder.blocks} == {expected}
+    assert {block.values.dtype for block in decoder.blocks} == {expected}
+
+
+@pytest.mark.parametrize("given", [0, 9, 130, 255])
+def test_decoder_sees_nothing_of_what_is_not_there_yet(random_imagegpt, monkeypatch, given):
+    """In bf16 all places of the stored keys are multiplied, also those that hold what memory held before."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    tokens = tokens_of(2, num_pixels=300)
+    decoder = Decoder(random_imagegpt(image_size=(20, 15)), precision="bf16")
+    decoder.start(tokens[:, :given])
+    expected = decoder.step(tokens[:, given])
+    decoder.start(tokens[:, :given])
+    with torch.inference_mode():
+        for block in decoder.blocks:
+            block.keys[:, :, given + 1 :] = torch.nan
+    assert torch.equal(decoder.step(tokens[:, given]), expected)
+    assert expected.isfinite().all()
+
+
 def test_decoder_work_of_a_step_grows_with_attention_alone(random_imagegpt):
     """In multiply-adds: the matrices cost the same at every step, attention by the inputs that were read."""
     network = random_imagegpt(image_size=(20, 15)).double()

@@ -78,9 +78,8 @@ class Decoder:
         precision: what the blocks' matrices are in. `fp32` is the network's own precision, and the reference. `bf16` is
             just that. `int8` has whole numbers with a scale for each output of a matrix and for each of its input rows,
             so that no image depends on its neighbours (alone, it may differ in the last digits). Keys and values are
-            stored in bf16 with `bf16` on a GPU, and else in the network's precision: a CPU is no faster at their
-            products in bf16. The sums between the blocks, the normalisation and the colour head stay in the network's
-            precision throughout.
+            stored in bf16 with both, but in the network's precision on a CPU that does not compute in bf16. The sums
+            between the blocks, the normalisation and the colour head stay in the network's precision throughout.
 
     Raises:
         InputError: the network is no causal ImageGPT, or the device lacks the precision.
@@ -158,7 +157,8 @@ class _DecoderBlock:
         self.fc2 = _linear(mlp.fc2, precision, input_factor=1 / _QUICK_GELU)
         self.dtype = torch.bfloat16 if precision == "bf16" else weight.dtype
         """Of what the matrices give."""
-        self.cache_dtype = weight.dtype if weight.device.type == "cpu" else self.dtype
+        has_bf16 = weight.device.type != "cpu" or autocast_dtype("auto", weight.device) is not None
+        self.cache_dtype = torch.bfloat16 if has_bf16 and precision != "fp32" else weight.dtype
 
     def __call__(self, tokens: Tensor, first: int) -> Tensor:
         """Map tokens `(B, n, D)` of pixels first, first + 1, ... to `(B, n, D)`; n is 1 but for the first ones."""
@@ -190,7 +190,8 @@ class _DecoderBlock:
         last = first + n
         if first == 0 or last > self.keys.shape[2]:
             room = math.ceil(last / _CHUNK) * _CHUNK
-            keys, values = key.new_empty(B, h, room, d), key.new_empty(B, h, d, room)
+            keys = key.new_empty(B, h, room, d)
+            values = key.new_zeros(B, h, d, room)  # `_attend` may multiply what is not there yet by 0
             if first:
                 keys[:, :, :first], values[..., :first] = self.keys, self.values
             self._keep(keys, values)
@@ -201,11 +202,16 @@ class _DecoderBlock:
         """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them: `(B h, d, 1)`.
 
         torch's fused attention takes twice as long for one row on a CPU, and its products five times as long where
-        the strides of a column are not those of a row on its side.
+        the strides of a column are not those of a row on its side. In bf16 they would copy a part of the keys, so that
+        all places are multiplied.
         """
         column = query.flatten(0, 1).mT  # (B h, d, 1)
-        scores = torch.bmm(self._flat_keys.narrow(1, 0, num_read), column).mT  # (B h, 1, num_read)
-        return torch.bmm(self._flat_values.narrow(2, 0, num_read), scores.softmax(dim=2).mT)
+        is_whole = self.cache_dtype == torch.bfloat16
+        n = self.keys.shape[2] if is_whole else num_read
+        scores = torch.bmm(self._flat_keys.narrow(1, 0, n), column).mT  # (B h, 1, n)
+        if is_whole:
+            scores[..., num_read:] = -torch.inf
+        return torch.bmm(self._flat_values.narrow(2, 0, n), scores.softmax(dim=2).mT)
 
     def _attend_causally(self, qkv: Tensor) -> Tensor:
         """Give what the first pixels, `(3, B, h, n, d)`, see of one another: `(B, n, h, d)`."""
