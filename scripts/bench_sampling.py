@@ -3,7 +3,7 @@
 The networks have random weights: speed does not depend on them. Each round times some steps of transformers, in float32
 and in bf16, and the same steps of each precision of ours, after the same given pixels; the ratio is the median of the
 rounds' ratios. Ours in float32 stands beside transformers' float32, the others beside each of its two. Times of reading
-the given pixels are left out on both sides. About a minute.
+the given pixels are left out on both sides. About four minutes.
 
     python scripts/bench_sampling.py
     python scripts/bench_sampling.py --given 0 960 --steps 64 --rounds 3 --json sampling.json

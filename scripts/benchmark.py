@@ -10,9 +10,8 @@ a time limit; its docstring says what is compared and how. What is done is kept 
 goes on after a stop; once all is written, it is removed. The README's table stands between `<!-- performance -->` and
 `<!-- /performance -->`; the notes of docs/performance_notes.md are put into the page.
 
-Estimated minutes on two cores that do nothing else, 40 in all: networks_bf16 5.5, networks_fp32 4.5, networks_compiled
-2, swin_compiled 2.5, pixels 1.5, sampling 1.5, loading_photos 1, loading_cifar 1, epoch_photos 2.5, epoch_cifar 2.5,
-cold_start 3, memory 6, memory_exact 2, memory_pixels 2, growth 2.
+Minutes on two cores that do nothing else: 28 of an Intel Xeon with AMX (networks_bf16 4, memory 5, each other part 1 to
+3), 35 of an AMD EPYC.
 `--quick` takes tiny sizes, to see that all runs: its figures mean nothing, and it writes into runs/ alone.
 """
 
@@ -322,7 +321,10 @@ def describe(device: str) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{names[0] if names else platform.processor()}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if torch.cpu.get_capabilities().get("amx_bf16"):
+        instructions += " and AMX"
+    return f"{names[0] if names else platform.processor()}, {cores} cores, {instructions}"
 
 
 if __name__ == "__main__":

@@ -125,7 +125,19 @@ def page(record: Mapping[str, Any], notes: str) -> str:
 
 def all_rows(rows: Sequence[Row]) -> str:
     """Give a table of the rows of one work."""
-    columns = ["of", "precision", "mode", "device", "vitlab", "peer", "theirs", "ratio", "of rounds", "share", "note"]
+    columns = [
+        "of",
+        "precision",
+        "mode",
+        "device",
+        "vitlab",
+        "peer",
+        "theirs",
+        "ratio",
+        "least to most",
+        "share",
+        "note",
+    ]
     return table(
         columns,
         [

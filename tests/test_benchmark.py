@@ -42,16 +42,21 @@ def record(*rows, growth=()) -> dict:
     }
 
 
-@pytest.mark.parametrize("unit", ["images/s", "images/s per core", "s", "MiB"])
-def test_ratio_is_more_of_a_rate_and_less_of_seconds_and_memory(script, unit):
+@pytest.mark.parametrize(
+    ("unit", "ratios", "best"),
+    [
+        ("images/s", [2.0, 2.0, 1.0], (4.0, "given, b", 1.0, (1.0, 9.0))),
+        ("images/s per core", [2.0, 2.0, 1.0], (4.0, "given, b", 1.0, (1.0, 9.0))),
+        ("s", [0.5, 0.5, 1.0], (3.0, "given, a", 0.5, (0.5, 1.0))),
+        ("MiB", [0.5, 0.5, 1.0], (3.0, "given, a", 0.5, (0.5, 1.0))),
+    ],
+)
+def test_ratio_is_more_of_a_rate_and_less_of_seconds_and_memory(script, unit, ratios, best):
     measuring = script("measuring")
     figures = {"vitlab": [4.0, 6.0, 9.0], "a": [2.0, 3.0, 9.0], "b": [4.0, 6.0, 1.0]}
-    more = "/s" in unit
-    expected = [2.0, 2.0, 1.0] if more else [0.5, 0.5, 1.0]
-    assert measuring.ratios_of(figures["vitlab"], figures["a"], unit=unit) == expected
+    assert measuring.ratios_of(figures["vitlab"], figures["a"], unit=unit) == ratios
     (found,) = measuring.compare(figures, {"peer": ("a", "b")}, unit=unit, note="given", **COLUMNS)
-    assert (found.theirs, found.note) == (4.0, "given, b") if more else (3.0, "given, a")
-    assert (found.ratio, found.spread) == ((1.0, (1.0, 9.0)) if more else (0.5, (0.5, 1.0)))
+    assert (found.theirs, found.note, found.ratio, found.spread) == best
 
 
 def test_readme_gets_the_table_between_its_markers_and_nowhere_else(script):

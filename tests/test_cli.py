@@ -18,6 +18,8 @@ from vitlab.models import published
 from vitlab.models.catalog import list_models
 from vitlab.models.proposals import propose
 
+NO_SECTIONS = "no YAML with sections of fields, such as `optim: {lr: 0.001}`"
+
 
 def fails(capsys, *arguments: str) -> str:
     """Run a command line that must end with exit code 2 and one line; give the line."""
@@ -49,10 +51,17 @@ def fails(capsys, *arguments: str) -> str:
         (["train", "--model.image_size", "3x3"], "--model.image_size is 3x3: give a whole number or [int, int]"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml does not exist: give a YAML file"),
         (["train", "--config", "/"], "--config / is no file: give a YAML file"),
-        (["train", "--config", ""], "--config: no YAML with sections of fields: it is empty"),
+        (
+            ["train", "--config", ""],
+            "--config: no YAML with sections of fields, such as `optim: {lr: 0.001}`: it is empty",
+        ),
+        (["train", "--config", "it's.yaml"], "it's.yaml does not exist: give a YAML file"),
         (["train", "--config"], "--config stands without a value: give one behind it"),
         (["train", "photos"], "unknown argument photos: did you mean --data.root photos?"),
         (["train", "/my-photos"], "unknown argument /my-photos: did you mean --data.root /my-photos?"),
+        (["train", "/my photos"], "unknown argument /my photos: did you mean --data.root FOLDER?"),
+        (["train", "it's", "--train.epochs", "3"], "unknown argument it's: did you mean --data.root it's?"),
+        (["train", "--grad-clip", "3"], "unknown option --grad-clip: did you mean --"),
         (["palette", "~/photos"], "unknown argument ~/photos: did you mean --data ~/photos?"),
         (["train", "--optim.lrr=3"], "unknown option --optim.lrr: did you mean --optim.lr?"),
         (["train", "--data", "photos"], "did you mean --data.root photos?"),
@@ -91,9 +100,9 @@ def test_cli_names_an_unknown_key_of_a_file(capsys, tmp_path):
         ("modell: {name: vit_tiny}\n", "unknown option --modell.name: did you mean --model.name?"),
         ("- 1\n", "a configuration has sections of fields, such as `optim: {lr: 0.001}`, and here is - 1"),
         ("optim: {lr: 1}\noptim: {lr: 2}\n", "the key optim stands twice"),
-        ("", "no YAML with sections of fields: it is empty"),
-        ("optim:\n  lr: 1\n name: 2\n", "no YAML with sections of fields: line 3, column 2: while parsing"),
-        ("optim: a: b\n", "no YAML with sections of fields: line 1, column 9: mapping values are not allowed"),
+        ("", f"{NO_SECTIONS}: it is empty"),
+        ("optim:\n  lr: 1\n name: 2\n", f"{NO_SECTIONS}: line 3, column 2: while parsing a block mapping"),
+        ("optim: a: b\n", f"{NO_SECTIONS}: line 1, column 9: mapping values are not allowed"),
     ],
 )
 def test_cli_names_the_file_of_a_mistake(capsys, tmp_path, text, expected):

@@ -281,25 +281,28 @@ def _one_line(message: str, options: list[str]) -> str:
     """Turn a parser's message into one line in the words of the command line."""
     text = re.sub(r'^Parser key "([\w.]+)": ', r"--\1: ", " ".join(message.split()))
     text = re.sub(r"^Option '([\w.]+)' is not accepted.*", r"unrecognized arguments: --\1", text)
-    if match := re.search(r"(?:[Uu]nrecognized arguments:|does not accept option) '?(--?[\w.]+|[^\s']+)", text):
-        group = re.search(r"Group '(\w+)' does not accept", text)
-        given = f"--{group[1]}.{match[1]}" if group else match[1]
+    if match := re.search(
+        r"[Uu]nrecognized arguments: (--?[\w.-]+|.+?(?= --|$))|Group '(\w+)' does not accept option '?([\w.]+)", text
+    ):
+        given = match[1] or f"--{match[2]}.{match[3]}"
         nearest = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else "--help lists the options"
         if not given.startswith("-"):
             roots = [root for root in ("--data.root", "--data") if root in options]
-            hint = f"did you mean {roots[0]} {given}?" if roots else "--help lists the options"
+            folder = "FOLDER" if " " in given else given  # one with spaces, or several
+            hint = f"did you mean {roots[0]} {folder}?" if roots else "--help lists the options"
             return f"unknown argument {given}: {hint}"
         return f"unknown option {given}: {hint}"
     if match := re.match(r"--(\w+): Unable to load config '(.*?)'", text):
         field = _MAIN_FIELDS.get(match[1])
         hint = f"did you mean --{match[1]}.{field} {match[2]}?" if field else "--help lists its options"
         return f"--{match[1]} takes a YAML file of its section, and {match[2]} is none: {hint}"
-    if match := re.match(r"--config: (File does not exist|Path is not a file): '(.*)'", text):
+    if match := re.match(r"--config: (File does not exist|Path is not a file): (['\"])(.*)\2", text):
         what = "does not exist" if match[1].startswith("File") else "is no file"
-        return f"--config {match[2]} {what}: give a YAML file, such as a run's config.yaml"
+        return f"--config {match[3]} {what}: give a YAML file, such as a run's config.yaml"
     if match := re.match(r"(?:Unexpected config:$|Problems parsing config: (.*))", text):
-        return f"no YAML with sections of fields: {_yaml_problem(match[1] or 'it is empty')}"
+        problem = _yaml_problem(match[1] or "it is empty")
+        return f"no YAML with sections of fields, such as `optim: {{lr: 0.001}}`: {problem}"
     if match := re.match(r"argument (--\S+): expected .*argument", text):
         return f"{match[1]} stands without a value: give one behind it"
     if match := re.match(r"Unexpected config: (.{1,40})", text):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitlab.errors import InputError
@@ -83,11 +84,29 @@ def test_decoder_sees_nothing_of_what_is_not_there_yet(random_imagegpt, monkeypa
     decoder.start(tokens[:, :given])
     expected = decoder.step(tokens[:, given])
     decoder.start(tokens[:, :given])
+    assert all((block.values[..., given + 1 :] == 0).all() for block in decoder.blocks)
     with torch.inference_mode():
         for block in decoder.blocks:
             block.keys[:, :, given + 1 :] = torch.nan
     assert torch.equal(decoder.step(tokens[:, given]), expected)
     assert expected.isfinite().all()
+
+
+def test_decoder_block_attends_to_all_pixels_that_were_read(random_imagegpt, monkeypatch):
+    """Beside torch's attention, on stored keys and values of which the places after the read ones are left out."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    decoder = Decoder(random_imagegpt(image_size=(20, 15)), precision="bf16")
+    decoder.start(tokens_of(2, num_pixels=200))
+    block, num_read = decoder.blocks[0], 201
+    query = 4 * block.keys[:, :, num_read - 1 : num_read]  # most of its weight is on the last of them
+    keys, values = block.keys[:, :, :num_read].float(), block.values[..., :num_read].mT.float()
+    expected = F.scaled_dot_product_attention(query.float(), keys, values, scale=1.0)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        given = block._attend(query, num_read)
+    assert counter.get_total_flops() == 2 * 2 * block.keys.numel()  # of all places: a part would be copied
+    torch.testing.assert_close(given.view_as(expected).float(), expected, rtol=0, atol=0.02 * expected.abs().max())
+    fewer = F.scaled_dot_product_attention(query.float(), keys[:, :, :-1], values[:, :, :-1], scale=1.0)
+    assert (fewer - expected).abs().max() > 0.2 * expected.abs().max()
 
 
 def test_decoder_work_of_a_step_grows_with_attention_alone(random_imagegpt):

@@ -1,8 +1,8 @@
 """A causal ImageGPT that draws: it reads one pixel a step, and keeps what later pixels need of the earlier ones.
 
 A step costs one row through each matrix, and attention over the stored keys and values: time grows linearly with the
-pixels, but for the attention. On a CPU a step takes as long as its weights take to come from memory, so that half the
-bytes (bf16) or a quarter (int8) are nearly twice or four times as fast.
+pixels, but for the attention. On a CPU a step for one image waits for its weights to come from memory, so that fewer
+bytes (bf16, int8) are faster; with several images the stored keys and values weigh as much.
 
 Legend: `N` pixels of an image, `V` colours, `h` heads, `d` width of a head, `n` pixels that are read at once.
 """
@@ -142,7 +142,7 @@ class _DecoderBlock:
     keys: Tensor
     """`(B, h, M, d)`; M grows with the pixels, and the last of them are not there yet."""
     values: Tensor
-    """`(B, h, d, M)`: laid out so that both products with one row go along memory."""
+    """`(B, h, d, M)`, 0 where no pixel is yet: laid out so that both products with one row go along memory."""
 
     def __init__(self, block: Block, precision: DrawPrecision) -> None:
         attn, mlp = block.attn, block.mlp
@@ -157,8 +157,8 @@ class _DecoderBlock:
         self.fc2 = _linear(mlp.fc2, precision, input_factor=1 / _QUICK_GELU)
         self.dtype = torch.bfloat16 if precision == "bf16" else weight.dtype
         """Of what the matrices give."""
-        has_bf16 = weight.device.type != "cpu" or autocast_dtype("auto", weight.device) is not None
-        self.cache_dtype = torch.bfloat16 if has_bf16 and precision != "fp32" else weight.dtype
+        may_be_bf16 = weight.device.type != "cpu" or autocast_dtype("auto", weight.device) is not None
+        self.cache_dtype = torch.bfloat16 if may_be_bf16 and precision != "fp32" else weight.dtype
 
     def __call__(self, tokens: Tensor, first: int) -> Tensor:
         """Map tokens `(B, n, D)` of pixels first, first + 1, ... to `(B, n, D)`; n is 1 but for the first ones."""
@@ -191,7 +191,7 @@ class _DecoderBlock:
         if first == 0 or last > self.keys.shape[2]:
             room = math.ceil(last / _CHUNK) * _CHUNK
             keys = key.new_empty(B, h, room, d)
-            values = key.new_zeros(B, h, d, room)  # `_attend` may multiply what is not there yet by 0
+            values = key.new_zeros(B, h, d, room)  # `_attend` multiplies it by 0, and 0 times NaN is NaN
             if first:
                 keys[:, :, :first], values[..., :first] = self.keys, self.values
             self._keep(keys, values)
@@ -202,8 +202,9 @@ class _DecoderBlock:
         """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them: `(B h, d, 1)`.
 
         torch's fused attention takes twice as long for one row on a CPU, and its products five times as long where
-        the strides of a column are not those of a row on its side. In bf16 they would copy a part of the keys, so that
-        all places are multiplied.
+        the strides of a column are not those of a row on its side. In bf16 oneDNN copies
+        what is a part of the stored keys or values, so that all places are multiplied, and those that are not there yet
+        get no weight.
         """
         column = query.flatten(0, 1).mT  # (B h, d, 1)
         is_whole = self.cache_dtype == torch.bfloat16
