@@ -70,7 +70,7 @@ class SampleOptions:
     npy: str | None = None
     """Write the images to this file, too, .npy: uint8 (count, height, width, channels)."""
     precision: DrawPrecision = "auto"
-    """`fp32`, `bf16`, `int8` (fastest for one image, x86 processors alone), or `auto`: bf16 where the device computes in it."""
+    """`fp32`, `bf16`, `int8` (fastest for one image, x86 alone), or `auto`: bf16 where the device computes in it."""
     batch_size: int = 8
     """Images at a time."""
     device: str = "auto"
@@ -112,7 +112,7 @@ class CompleteOptions:
     npy: str | None = None
     """Write the completions to this file, too, .npy: uint8 (images, count, height, width, channels)."""
     precision: DrawPrecision = "auto"
-    """`fp32`, `bf16`, `int8` (fastest for one image, x86 processors alone), or `auto`: bf16 where the device computes in it."""
+    """`fp32`, `bf16`, `int8` (fastest for one image, x86 alone), or `auto`: bf16 where the device computes in it."""
     batch_size: int = 8
     """Completions at a time."""
     device: str = "auto"

@@ -98,7 +98,9 @@ def test_decoder_block_attends_to_all_pixels_that_were_read(random_imagegpt, mon
     decoder = Decoder(random_imagegpt(image_size=(20, 15)), precision="bf16")
     decoder.start(tokens_of(2, num_pixels=200))
     block, num_read = decoder.blocks[0], 201
-    query = 4 * block.keys[:, :, num_read - 1 : num_read]  # most of its weight is on the last of them
+    query = torch.ones(2, block.num_heads, 1, block.keys.shape[3], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        block.keys[:, :, num_read - 1] = 1.0  # so that much of the weight is on the last of them
     keys, values = block.keys[:, :, :num_read].float(), block.values[..., :num_read].mT.float()
     expected = F.scaled_dot_product_attention(query.float(), keys, values, scale=1.0)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
