@@ -104,11 +104,11 @@ def page(record: Mapping[str, Any], notes: str) -> str:
         f"machine.\n\n- Machine: {machines}\n- Versions: {versions}\n- Matrix products of 2048x2048, billions of "
         f"multiply-adds a second: {rates}\n",
         textwrap.fill(
-            "Figures are medians of rounds A B A B, and the ratio is the median of the rounds' ratios, more than 1 where "
-            "vitlab is better: more of a rate, less of seconds or MiB; beside it the smallest and the largest. `timm` is "
-            "as it comes, `timm best` the best of its settings. The share is that of the machine's matrix products, a "
-            "training step counted as three forward passes of all tokens; what ours leaves out of a ViT's (6 %) and a "
-            "DaViT's (2.5 %) is counted as made. The scripts' docstrings say what is compared.",
+            "Figures are medians of rounds A B A B, and the ratio is the median of the rounds' ratios, more than 1 "
+            "where vitlab is better: more of a rate, less of seconds or MiB; beside it the smallest and the largest. "
+            "`timm` is as it comes, `timm best` the best of its settings. The share is that of the machine's matrix "
+            "products, a training step counted as three forward passes of all tokens; what ours leaves out of a "
+            "ViT's (6 %) and a DaViT's (2.5 %) is counted as made. The scripts' docstrings say what is compared.",
             120,
         )
         + "\n",
