@@ -282,7 +282,7 @@ def _one_line(message: str, options: list[str]) -> str:
     text = re.sub(r'^Parser key "([\w.]+)": ', r"--\1: ", " ".join(message.split()))
     text = re.sub(r"^Option '([\w.]+)' is not accepted.*", r"unrecognized arguments: --\1", text)
     if match := re.search(
-        r"[Uu]nrecognized arguments: (--?[\w.-]+|.+?(?= --|$))|Group '(\w+)' does not accept option '?([\w.]+)", text
+        r"[Uu]nrecognized arguments: (--?[\w.-]+|.+?(?= --|$))|Group '(\w+)' does not accept option '?([\w.-]+)", text
     ):
         given = match[1] or f"--{match[2]}.{match[3]}"
         nearest = difflib.get_close_matches(given, options, n=1, cutoff=0.5)

@@ -140,7 +140,7 @@ class _DecoderBlock:
     """
 
     keys: Tensor
-    """`(B, h, M, d)`; M grows with the pixels, and the last of them are not there yet."""
+    """`(B, h, M, d)`; M grows with the pixels, and the last of them, 0, are not there yet."""
     values: Tensor
     """`(B, h, d, M)`, 0 where no pixel is yet: laid out so that both products with one row go along memory."""
 
@@ -190,8 +190,8 @@ class _DecoderBlock:
         last = first + n
         if first == 0 or last > self.keys.shape[2]:
             room = math.ceil(last / _CHUNK) * _CHUNK
-            keys = key.new_empty(B, h, room, d)
-            values = key.new_zeros(B, h, d, room)  # `_attend` multiplies it by 0, and 0 times NaN is NaN
+            # Not empty: `_attend` multiplies all places, and oneDNN lets a place's NaN into others' at some widths.
+            keys, values = key.new_zeros(B, h, room, d), key.new_zeros(B, h, d, room)
             if first:
                 keys[:, :, :first], values[..., :first] = self.keys, self.values
             self._keep(keys, values)
