@@ -288,9 +288,10 @@ def _one_line(message: str, options: list[str]) -> str:
         nearest = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else "--help lists the options"
         if not given.startswith("-"):
-            roots = [root for root in ("--data.root", "--data") if root in options]
-            folder = "FOLDER" if " " in given else given  # one with spaces, or several
-            hint = f"did you mean {roots[0]} {folder}?" if roots else "--help lists the options"
+            takers = ["--config"] if given.endswith((".yaml", ".yml")) else ["--data.root", "--data"]
+            taker = next((option for option in takers if option in options), None)
+            value = "FOLDER" if " " in given else given  # one with spaces, or several
+            hint = f"did you mean {taker} {value}?" if taker else "--help lists the options"
             return f"unknown argument {given}: {hint}"
         return f"unknown option {given}: {hint}"
     if match := re.match(r"--(\w+): Unable to load config '(.*?)'", text):

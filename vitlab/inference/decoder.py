@@ -202,9 +202,8 @@ class _DecoderBlock:
         """Give what one pixel, `(B, h, 1, d)`, sees of those that were read, itself among them: `(B h, d, 1)`.
 
         torch's fused attention takes twice as long for one row on a CPU, and its products five times as long where
-        the strides of a column are not those of a row on its side. In bf16 oneDNN copies
-        what is a part of the stored keys or values, so that all places are multiplied, and those that are not there yet
-        get no weight.
+        the strides of a column are not those of a row on its side. In bf16 oneDNN copies what is a part of the stored
+        keys or values, so that all places are multiplied, and those that are not there yet get no weight.
         """
         column = query.flatten(0, 1).mT  # (B h, d, 1)
         is_whole = self.cache_dtype == torch.bfloat16
